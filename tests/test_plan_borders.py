@@ -173,6 +173,19 @@ def test_decode_keeps_its_share_with_as_few_steps_as_do(gpus, streams, steps):
     assert launch._interval(request(concurrency=1), 4096) == 0
 
 
+def test_an_interval_that_the_user_has_set_is_not_set_again():
+    newest = launch.make(request(sglang="0.5.23", also_set={"prefill_decode_interval": "4"}))
+    assert newest.interval == 0 and "--prefill-decode-interval" not in [flag.name for flag in newest.flags]
+
+    def said(**given):
+        found = launch.make(request(sglang="0.5.17", speculation=None, **given)).environment
+        words = next((flag.value for flag in found if flag.name == "DSV4_SM120_SET"), "").split(",")
+        return [word.partition("=")[2] for word in words if word.startswith(launch.INTERVAL_0_5_17)]
+
+    assert len(said()) == 1 and said(also_set={launch.INTERVAL_0_5_17: "4"}) == ["4"]
+    assert said(concurrency=1) == [], "nobody else decodes"
+
+
 def test_shadow_mode_holds_twice_what_it_compares():
     """Two cards of 96 GB have no room for the experts of SGLang beside ours, and are told what they can compare."""
     without, with_it = (launch.make(request(gpus=4, shadow=shadow)) for shadow in (None, "1"))

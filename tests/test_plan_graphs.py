@@ -94,6 +94,43 @@ def test_one_stream_gives_spare_capacity_for_prefill_graphs():
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"also_set": {"reproducible": "on"}},
+        {"also_set": {"dealt_streams": "on"}},
+        {"also_set": {"dealt_streams": "4096"}},
+        {"shadow": "1"},
+    ],
+    ids=str,
+)
+def test_nothing_is_given_for_halves_where_passes_go_whole(changes):
+    """What keeps all of a server's passes whole (prompts_in_halves.why_not_here): graphs of whole chunks would take
+    their memory, and gain nothing."""
+    given = {"gpus": 4, "context": 32_768, "concurrency": 1, "sglang": "0.5.23"}
+    for off in ({}, {"dealt_streams": "off"}, {"dealt_streams": "0"}):
+        assert planned_graphs(**given, also_set=off)[0].halves
+    plan, rows, _, said = planned_graphs(**given | changes)
+    assert plan.fits and not plan.halves and rows == 4096 and "prompts_in_halves" not in said
+    two = planned_graphs(**given | {"gpus": 2} | changes)[0]
+    assert two.halves is (changes == {"also_set": {"reproducible": "on"}}), "whose two terms have one order"
+
+
+def test_nothing_goes_in_halves_without_sums_graphs_or_where_the_user_has_said_how_it_goes():
+    """Which would be reckoned with graphs of whole chunks."""
+    given = {"gpus": 4, "context": 32_768, "concurrency": 1, "sglang": "0.5.23"}
+    dspark = {"speculation": speculation.Speculation(speculation.DSPARK, 4), "model": models.FLASH_0731}
+    for changes, expected in (
+        ({}, (8192, True)),
+        ({"gpus": 1, "memory_mib": 500_000}, (1024, False)),
+        (dspark, (0, False)),
+        ({"prefill_graphs": 8192}, (8192, False)),
+        ({"also_set": {"prompts_in_halves": "on"}}, (4096, False)),
+    ):
+        plan, rows, *_ = planned_graphs(**given | changes)
+        assert plan.fits and (rows, plan.halves) == expected
+
+
+@pytest.mark.parametrize(
     ("gpus", "rows", "seen"), [(2, 2048, "two H200"), (4, 4096, "four H100"), (8, 4096, "four H100")]
 )
 def test_cards_that_share_a_pass_capture_more_rows_of_it_where_nobody_misses_the_room(gpus, rows, seen):
@@ -121,4 +158,6 @@ def test_the_users_own_word_on_prefill_graphs_stands(monkeypatch):
     assert asked({}) == (1024, f"{interval},prefill_graphs=on")
     assert asked({"prefill_graphs": "off"}) == (0, f"{interval},prefill_graphs=off")
     assert asked({"prefill_graphs": "2048"}) == (2048, f"{interval},prefill_graphs=2048")
+    larger = planned_graphs(prefill_graphs=8192, concurrency=8)
+    assert larger[0].chunk <= 4096 and larger[1] == 8192, "SGLang captures as much, whatever the chunk"
     assert asked({"prefill_graphs": "on", "mhc": "off"}) == (1024, f"mhc=off,{interval},prefill_graphs=on")

@@ -195,6 +195,21 @@ def test_functions_are_short():
     assert {name: length for name, length in functions.items() if length > MAX_FUNCTION_LINES} == {}
 
 
+def test_a_replacement_has_the_name_and_the_attributes_of_what_it_replaces():
+    """By which others of ours find what is below them (`inspect.unwrap`), and marks of theirs stay."""
+    bare, seen = [], 0
+    for path in (REPO / "deepseek_v4_sm120" / "sglang_patches").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and re.match(r"_?replace_", node.name):
+                returned = {ast.unparse(n.value) for n in ast.walk(node) if isinstance(n, ast.Return) and n.value}
+                for inner in node.body:
+                    if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)) and inner.name in returned:
+                        seen += 1
+                        if "functools.wraps(original" not in " ".join(map(ast.unparse, inner.decorator_list)):
+                            bare.append(f"{path.name}:{node.name}")
+    assert seen > 100 and not bare
+
+
 def test_kernels_know_nothing_of_torch():
     includes = [
         (path.name, line)

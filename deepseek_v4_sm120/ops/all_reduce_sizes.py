@@ -6,6 +6,7 @@ from deepseek_v4_sm120.ops.shared import extension
 
 RANKS = (2, 4, 8)
 MAX_ROWS = 512  # that a server's sums take; its decode and verify steps must all be within, or none
+ONE_ORDER_RANKS = 2  # up to so many terms have one order, whoever adds them
 ONE_SHOT_ROWS = 64  # the most that everybody sends to everybody; more go by way of their owner
 VALUES = 8  # bf16 that a thread moves
 GATHERED_ROWS = 64  # of a call that a server's gathers take: a decode or verify step's logits

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import all_reduce, prompt_passes
 
 
@@ -71,3 +72,36 @@ def test_where_ours_takes_all_rows_nccl_has_those_of_prompts_over_two_cards(rank
 
 def test_where_sglangs_kernel_takes_fewer_rows_nccl_has_the_rest():
     assert is_for_nccl(ca_comm=takes(9))
+
+
+TP = SimpleNamespace(world_size=2)
+GROUPS = {"_ATTN_TP": TP, "_PDMUX_PREFILL_TP_GROUP": None, "get_moe_ep_group": lambda: SimpleNamespace(world_size=1)}
+KEEPS_WHOLE = {
+    "data or context parallel attention": {"_ATTN_TP": SimpleNamespace(world_size=1)},
+    "PD multiplexing": {"_PDMUX_PREFILL_TP_GROUP": object()},
+    "expert parallelism": {"get_moe_ep_group": lambda: SimpleNamespace(world_size=2)},
+    "decode context parallelism": {"_DCP": SimpleNamespace(world_size=2)},
+}
+
+
+@pytest.mark.parametrize("why", [None, *KEEPS_WHOLE])
+@pytest.mark.parametrize("has_context", [False, True])
+def test_what_keeps_all_of_a_servers_passes_whole(why, has_context):
+    """From 0.5.15 on there is a group of decode contexts, of one card unless it is asked for."""
+    context = {"_DCP": SimpleNamespace(world_size=1)} if has_context else {}
+    state = SimpleNamespace(**GROUPS | context | KEEPS_WHOLE.get(why, {}))
+    found = prompt_passes.of_server(state, TP, SimpleNamespace(world_size=1), "batches")
+    assert [reason for reason, holds in found.items() if holds] == ([why] if why else [])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "why"),
+    [
+        (models_served, "is_compiled", "torch compiles the model"),
+        (models_served, "is_looked_into", "what modules return is looked at (--forward-hooks)"),
+    ],
+)
+def test_what_is_done_with_the_model_keeps_them_whole(monkeypatch, module, name, why):
+    monkeypatch.setattr(module, name, lambda: True)
+    found = prompt_passes.of_server(SimpleNamespace(**GROUPS), TP, SimpleNamespace(world_size=1), "batches")
+    assert [reason for reason, holds in found.items() if holds] == [why]

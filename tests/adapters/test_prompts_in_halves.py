@@ -11,16 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deepseek_v4_sm120.commands.plan import memory
 from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import halves_trial as trial
 from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters import prompts_in_halves as adapter
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum
 from deepseek_v4_sm120.sglang_patches.adapters.prompts_in_halves import Cut
 from tests.adapters.dealt_streams_model import Failed, Ranks, _this, among_cards
 
 ROWS, PAGE, HIDDEN, LAYERS, CONTEXT = 32, 8, 4, 3, 256
+PAGE_OF_ALL = adapter.PAGE
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,10 @@ def all_reduce(x, group, async_op):
         ([3000, 1000, 1000, 3192], [0] * 4, 4000, 1, 1000, False),
         ([200, 200], [0, 0], 200, 0, 200, False),
         ([20, 90, 10], [0, 250, 0], 26, 1, 6, True),
+        ([20, 90, 10], [0, 0, 0], 20, 0, 20, False),  # the page is where a prompt begins
+        ([20, 90, 10], [0, 166, 0], 20, 0, 20, False),  # or ends
+        ([3584, 4608], [0, 0], 3584, 0, 3584, False),  # a sixteenth of the rows from the middle
+        ([3583, 4609], [0, 0], 4095, 1, 512, True),
     ],
 )
 def test_where_a_batch_is_cut(monkeypatch, lengths, before, rows, request_, offset, is_within):
@@ -76,6 +82,26 @@ def test_where_a_batch_is_cut(monkeypatch, lengths, before, rows, request_, offs
     cut = Cut(lengths, before)
     assert (cut.rows, cut.request, cut.offset, cut.is_within) == (rows, request_, offset, is_within)
     assert cut.whole == sum(lengths) and cut.least == min(rows, sum(lengths) - rows)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "before", "at", "rows"),
+    [
+        ([40, 24], [3, 0], 40, 40),
+        ([38, 26], [0, 0], 40, 38),
+        ([64], [0], 32, 32),
+        ([64], [3], 32, 29),
+        ([20], [0], 40, 20),
+    ],
+)
+def test_where_a_batch_is_cut_that_has_to_be_cut_at_a_row(lengths, before, at, rows):
+    """By graphs: there, if it can be, however near the end of a prompt is."""
+    cut = Cut(lengths, before, at)
+    assert (cut.rows, cut.whole) == (rows, sum(lengths))
+
+
+def test_a_page_is_sglangs_of_the_cache():
+    assert PAGE_OF_ALL == memory.PAGE_TOKENS
 
 
 def test_a_cut_is_near_the_middle_and_at_a_page_or_between_prompts():
@@ -129,12 +155,17 @@ class Backend:
         assert torch.equal(batch.extend_start_loc, starts) and batch.batch_size == len(starts)
         assert len(rows) == len(batch.input_ids) == batch.extend_num_tokens == int(batch.num_token_non_padded)
         assert batch.seq_lens_sum == int(batch.seq_lens.sum()) and len(batch.rids) == len(starts)
+        assert isinstance(batch.seq_lens_sum, int) and batch.extend_seq_lens_cpu == batch.extend_seq_lens.tolist()
+        assert batch.extend_prefix_lens_cpu == batch.extend_prefix_lens.tolist()
+        counts = (batch.global_num_token_non_padded, batch.num_token_non_padded_cpu)
+        assert counts == (len(rows), len(rows)) and isinstance(counts[0], torch.Tensor)
         self.forward_metadata = rows
 
 
 class Model:
     def __init__(self, backend, cache, coordinator, ends_at=None):
         self.backend, self.cache, self.coordinator, self.ends_at = backend, cache, coordinator, ends_at
+        self.held = set()  # multiprocessors that kernels left to the sums
 
     def forward(self, input_ids, positions, batch, input_embeds, pp_proxy_tensors=None):
         rank, kept = self.coordinator.rank_in_group, []
@@ -143,6 +174,7 @@ class Model:
             assert torch.equal(batch.positions, positions) and torch.equal(batch.input_ids, input_ids)
             if self.ends_at == (layer, len(input_ids)):
                 raise Failed
+            self.held.add(cuda_tensors._held)
             self.cache[layer][batch.out_cache_loc] = x
             seen = torch.stack([self.cache[layer][slots].sum(0) for slots in self.backend.forward_metadata])
             x = self.coordinator.all_reduce(seen.remainder(97) * (rank + 1)).remainder(89)
@@ -179,6 +211,8 @@ def batch_of(lengths, before, pool, mode="EXTEND", **further):
         extend_start_loc=torch.tensor([0, *lengths]).cumsum(0)[:-1].int(),
         extend_logprob_start_lens_cpu=[0] * len(lengths),
         num_token_non_padded=torch.tensor(rows),
+        num_token_non_padded_cpu=rows,
+        global_num_token_non_padded=torch.tensor(rows),
         rids=[str(index) for index in requests],
         lora_ids=None,
         mm_inputs=None,
@@ -205,7 +239,9 @@ def passes(coordinator, batches, in_halves, ends_at=None):
         init(batch)
         whole = backend.forward_metadata
         (x, none), layers = forward(batch.input_ids, batch.positions, batch, None)
-        assert none is None and backend.forward_metadata is whole
+        assert none is None and backend.forward_metadata is whole and not hasattr(batch, adapter.PASS)
+        assert not in_halves or sum(lengths) < 2 * ROWS or min(model.held) >= adapter.SUM_SMS
+        model.held.clear()
         assert all(torch.equal(value, kept[n]) for n, value in vars(batch).items() if isinstance(value, torch.Tensor))
         found += [x, *layers, cache.clone()]
     return found, coordinator.calls
@@ -299,8 +335,32 @@ def test_other_modes_are_not_looked_at(mode):
     assert why(mode=mode) == ()
 
 
+def test_under_torchs_compiler_nothing_is_asked(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert why() == ()
+    forward = adapter.replace_model_forward(lambda self, input_ids, *_, **__: len(input_ids))
+    batch = batch_of([100], [0], POOL)
+    setattr(batch, adapter.PASS, "a pass of another batch")
+    assert forward(None, batch.input_ids, batch.positions, batch, None) == 100 and hasattr(batch, adapter.PASS)
+
+
+@pytest.mark.parametrize("given", [{}, {"input_embeds": torch.zeros(100, HIDDEN)}, {"rows": 99}])
+def test_a_pass_that_is_another_than_was_planned_goes_whole(given):
+    """With all that the model was given."""
+
+    def forward(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=None):
+        return len(input_ids), input_embeds, pp_proxy_tensors
+
+    batch, rows = batch_of([100], [0], POOL), given.get("rows", 100)
+    setattr(batch, adapter.PASS, SimpleNamespace(is_kept=False, rows=100, run=lambda model, whole: "in halves"))
+    asked = batch.input_ids[:rows], batch.positions[:rows], batch, given.get("input_embeds")
+    found = adapter.replace_model_forward(forward)(None, *asked, pp_proxy_tensors="others")
+    assert found == ((rows, asked[3], "others") if given else "in halves")
+
+
 def test_few_rows_and_drafts_are_not_looked_at():
     assert why(lengths=(2 * ROWS - 1,)) == ()
+    assert why(extend_seq_lens_cpu=None) == why(extend_seq_lens_cpu=[]) == why(extend_prefix_lens_cpu=None) == ()
     draft = Backend(POOL)
     draft.model_runner.is_draft_worker = True
     assert why(backend=draft) == ()
@@ -311,6 +371,7 @@ OF_A_BATCH = {
     "a batch with input_embeds": {"input_embeds": torch.zeros(100, HIDDEN)},
     "a batch with encoder_swa_row_floor": {"encoder_swa_row_floor": torch.zeros(1), "encoder_swa_replay": False},
     "a batch with tbo_children, out_cache_loc_virtual": {"tbo_children": [1], "out_cache_loc_virtual": [2]},
+    "a batch with global_num_tokens_cpu": {"global_num_tokens_cpu": [100]},
     "images": {"mm_inputs": [None, object()]},
     "adapters (LoRA)": {"lora_ids": ["one"]},
 }
@@ -369,12 +430,23 @@ def test_nothing_of_a_pass_is_kept_by_a_cycle(state):
 def test_a_batch_that_cannot_be_cut_near_its_middle(monkeypatch):
     monkeypatch.setattr(adapter, "PAGE", 256)
     assert why(lengths=(20, 60, 20)) == (f"no place to cut it into halves of {ROWS} rows",)
+    adapter._left.clear()
+    assert why(lengths=(23, 77)) == (f"no place to cut it into halves of {ROWS} rows",)
+    adapter._left.clear()
+    assert why(lengths=(24, 76)) == ("in halves",), "three quarters of them are enough"
 
 
 def set_to(monkeypatch, **asked):
     made = SimpleNamespace(**{"reproducible": False, "shadow": 0, "choices": {}} | asked)
     for module in (adapter, prompt_passes):
         monkeypatch.setattr(module, "settings", lambda: made)
+
+
+V41S = (
+    ("pool", "request_window", object()),
+    ("", "low_ratios", (1, 2)),
+    ("", "enable_decoder_swa_bounded_replay", True),
+)
 
 
 def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
@@ -386,7 +458,7 @@ def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
     adapter._left.clear()
     assert why(backend=online) == ("compressors with states of their own",)
     adapter._left.clear()
-    for part, name, value in (("pool", "request_window", object()), ("", "low_ratios", (1, 2))):
+    for part, name, value in V41S:
         newer = Backend(POOL)
         setattr(newer.token_to_kv_pool if part else newer, name, value)
         assert why(backend=newer) == ("what DeepSeek-V4.1 keeps beside its metadata",)
@@ -412,9 +484,50 @@ def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
 def test_sums_are_one_mechanisms(monkeypatch):
     set_to(monkeypatch, choices={"dealt_streams": "on"})
     assert why() == ("what has the same sums (dealt_streams)",)
-    set_to(monkeypatch, choices={"dealt_streams": "off"})
+    for off in ("off", "0"):
+        set_to(monkeypatch, choices={"dealt_streams": off})
+        adapter._left.clear()
+        assert why() == ("in halves",)
+
+
+def test_sums_that_sglangs_kernels_take_stay_theirs():
+    """Asked of the smaller half's rows, which are the likelier ones."""
+    coordinator, asked = One(), []
+    coordinator.ca_comm = SimpleNamespace(disabled=False, should_custom_ar=lambda x: asked.append(x) or len(x) < 49)
+    assert why(coordinator=coordinator) == ("others than NCCL sum",)
+    assert [(tuple(x.shape), x.dtype) for x in asked] == [((48, HIDDEN), torch.bfloat16)]
+
+
+def test_passes_that_are_captured_and_other_cards_are_left_whole(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert why() == ("under capture",)
     adapter._left.clear()
-    assert why() == ("in halves",)
+    counts = []
+    monkeypatch.setattr(adapter, "see_the_same_cards", lambda count: bool(counts.append(count)))
+    assert why() == (prompt_passes.OTHER_CARDS,) and counts == [One.world_size]
+
+
+def test_what_is_summed_in_turns_are_a_halfs_rows():
+    half, rows = adapter.Half(1, None, slice(3, 7)), torch.zeros(4, 2)
+    assert half.sums(rows)
+    assert not any(map(half.sums, (torch.zeros(4), rows[None], torch.zeros(5, 2), torch.zeros(2, 4).T, rows[:0])))
+
+
+def test_other_sums_in_a_half_are_as_ever():
+    coordinator, half = One(), adapter.Half(0, None, slice(0, 4))
+    half.halves = SimpleNamespace(summed=lambda half, x: (half, x))
+    coordinator.all_reduce = lambda x: ("as ever", x)
+    prompt_passes.wrap_sums_of(coordinator, "gives_turns", adapter._sum_in_turn)
+    other, rows = torch.ones(5, 2), torch.ones(4, 2)
+
+    class Owed(OwedSum):
+        def finish(self):
+            return rows
+
+    with adapter._running.enter(half):
+        assert coordinator.all_reduce(other) == ("as ever", other)
+        assert coordinator.all_reduce(Owed()) == (half, rows), "what a layer owes is put together in front of its sum"
+    assert coordinator.all_reduce(rows) == ("as ever", rows)
 
 
 @pytest.mark.parametrize("found", ["text", {"a": 1}, 3])
@@ -440,101 +553,3 @@ def test_kernels_leave_multiprocessors_to_the_sums(monkeypatch):
         with cuda_tensors.held(200):
             assert cuda_tensors.num_sms(0) == 1
     assert cuda_tensors.num_sms(0) == 132
-
-
-# ---- tried out
-
-
-class Clock:
-    """Events of a device on which each half-pass and each pass take as long as they are said to."""
-
-    def __init__(self, took):
-        self.took, self.now, self.synchronized = took, 0.0, 0
-
-    def event(self):
-        clock, at = self, self.now
-
-        class Event:
-            def __init__(self):
-                self.at = at
-
-            def synchronize(self):
-                clock.synchronized += 1
-
-            def elapsed_time(self, end):
-                return end.at - self.at
-
-        return Event()
-
-
-class Tried(One):
-    """A rank whose CPUs hear of another that took `other` ms for a row, whole and in halves."""
-
-    cpu_group = "cpus"
-
-
-def tried_passes(monkeypatch, took, other, count):
-    """The ways of so many passes of 100 rows. took: ms of this rank's, whole and in halves."""
-    clock, ways, exchanged = Clock(took), [], []
-
-    def agree(each, op, group):
-        assert group == "cpus" and op == torch.distributed.ReduceOp.MAX
-        exchanged.append(each.tolist())
-        each.copy_(torch.maximum(each, torch.tensor(other, dtype=each.dtype)))
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", agree)
-    monkeypatch.setattr(adapter, "least_rows", lambda: 0)
-    monkeypatch.setattr(adapter, "_trials", trial.Trials())
-    monkeypatch.setattr(trial, "event", clock.event)
-    _this.coordinator = Tried()
-    backend = Backend(POOL)
-
-    class Passed:
-        def forward(self, input_ids, positions, batch, input_embeds, pp_proxy_tensors=None):
-            clock.now += took[0] if len(input_ids) == 100 else took[1] / 2
-            seen.append(len(input_ids))
-            return input_ids
-
-    forward = adapter.replace_model_forward(Passed.forward)
-    init = adapter.replace_init_forward_metadata(lambda self, batch: None)
-    for _ in range(count):
-        batch, seen = batch_of([100], [0], POOL), []
-        init(backend, batch)
-        assert len(forward(Passed(), batch.input_ids, batch.positions, batch, None)) == 100
-        ways.append(trial.WHOLE if seen == [100] else trial.HALVES)
-    return ways, exchanged, clock
-
-
-@pytest.mark.parametrize(
-    ("took", "other", "chosen"),
-    [
-        ((10.0, 7.0), (0.0, 0.0), trial.HALVES),
-        ((10.0, 12.0), (0.0, 0.0), trial.WHOLE),
-        ((10.0, 9.8), (0.0, 0.0), trial.WHOLE),  # not worth it
-        ((10.0, 7.0), (0.1, 0.11), trial.WHOLE),  # another rank's host is slower
-    ],
-)
-def test_the_faster_way_stays(monkeypatch, took, other, chosen):
-    ways, exchanged, clock = tried_passes(monkeypatch, took, other, 20)
-    order = list(trial.ORDER) * (trial.WARM + trial.COUNTED)
-    assert ways == order + [chosen] * (20 - len(order))
-    assert len(exchanged) == 1 and exchanged[0] == pytest.approx([took[0] / 100, took[1] / 100])
-    assert clock.synchronized == 2, "the host waits once for each way"
-    ratio = max(took[1] / 100, other[1]) / max(took[0] / 100, other[0])
-    assert adapter._trials.decided() == {"64": chosen}
-    assert adapter._describe().endswith(f"; {chosen} from 64 rows on: {ratio:.2f} of the whole's time in halves")
-
-
-def test_sizes_have_trials_of_their_own():
-    trials = trial.Trials()
-    assert trials.of(4096) is trials.of(8191) is not trials.of(8192)
-    assert (trials.of(4096).rows, trials.of(8192).rows, trials.told()) == (4096, 8192, [])
-
-
-def test_passes_that_never_ended_decide_nothing(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda each, **_: None)
-    one = trial.Trial(64)
-    for _ in range(len(trial.ORDER) * (trial.WARM + trial.COUNTED)):
-        one.next_way(None)
-    assert one.next_way(None) == one.decided == trial.WHOLE
-    assert one.told == "whole from 64 rows on: no pass came to its end"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +74,34 @@ def test_the_second_has_what_the_callers_thread_has():
         with mode:
             found = Turns().run(asked, asked)
             assert found[0] == found[1] == asked()
+
+
+def test_the_second_has_the_callers_device_and_stream(monkeypatch):
+    """CUDA's are a thread's own, and its driver is called once before the function is."""
+    seen = []
+    stream = SimpleNamespace(device="the second card", query=lambda: seen.append("called"))
+
+    def named(name):
+        @contextlib.contextmanager
+        def current(given):
+            seen.append((name, given))
+            yield
+            seen.append(name)
+
+        return current
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "device", named("device"))
+    monkeypatch.setattr(torch.cuda, "stream", named("stream"))
+    Turns().run(lambda: seen.append("first"), lambda: seen.append("second"))
+    assert seen == ["first", ("device", stream.device), ("stream", stream), "called", "second", "stream", "device"]
+
+
+def test_one_thread_is_kept_for_all_seconds_of_a_caller():
+    """Each that is made anew would stay."""
+    seconds = {Turns().run(lambda: None, threading.current_thread)[1] for _ in range(3)}
+    assert [one.name for one in seconds] == ["deepseek_v4_sm120_turns_0"]
 
 
 def test_what_the_second_sets_is_its_own():

@@ -1,9 +1,11 @@
 """The table's settings: who decides, what is written, what children inherit. No SGLang here."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching.spec import VALUE, Default
 from deepseek_v4_sm120.patching.steering import HANDOVER, NOT_APPLICABLE, OFF, ON, USER, Steering
 from deepseek_v4_sm120.settings import Settings, read_choices
@@ -217,3 +219,20 @@ def test_the_prefill_interval_holds_chunks_back_only_while_somebody_decodes(monk
     assert asked == ["chunk", None, None, "chunk", None, None, "chunk", None]
     assert scheduler.raw(None, Batch())[0] == "chunk"  # nobody decodes: at once
     assert [scheduler.raw(None, busy)[0] for _ in range(3)] == [None, None, None] and scheduler.chunks == -1
+    scheduler, idle = Scheduler(), Batch()
+    assert scheduler.raw(None, busy) == ("chunk", busy) and scheduler.raw(None, busy) == (None, busy)
+    assert scheduler.raw(None, idle) == ("chunk", idle)
+    scheduler.chunks = 0
+    assert [scheduler.raw(None, busy)[0] for _ in range(3)] == [None] * 3 and scheduler.chunks == -1
+    scheduler.chunks = 1
+    assert scheduler.raw(None, busy)[0] == "chunk", "one that came when there was none is not held back"
+
+
+def test_the_prefill_interval_of_0_5_17_is_the_engines(monkeypatch):
+    from deepseek_v4_sm120.sglang_patches.adapters import scheduling
+
+    asked = {scheduling.DEFAULT: 5}.__getitem__
+    for engine, interval in ((None, 0), (SimpleNamespace(steering=SimpleNamespace(value=asked)), 5)):
+        monkeypatch.setattr(patching, "active_engine", lambda engine=engine: engine)
+        assert scheduling._interval() == interval
+    assert scheduling.DEFAULT in {row.name for row in DEFAULTS}

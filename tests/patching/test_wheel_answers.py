@@ -178,6 +178,7 @@ ENDS = {  # why it ended, and by what -> what Anthropic's API says of it
     ("length", None): ("max_tokens", None),
     ("tool_calls", "STOP"): ("tool_use", None),
 }
+ADAPTED, PROCESSED = Record(of="adapted"), Record(of="processed")
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -209,6 +210,7 @@ def serving(version, *, ours, chunks=()):
     made = type("AnthropicServing", (), dict(zip(methods, (generate, convert), strict=True)))()
 
     async def stream(*request):
+        assert request == (ADAPTED, PROCESSED, "raw")
         for chunk in chunks:
             yield chunk
 
@@ -228,9 +230,10 @@ def streamed(version, reason, matched, asked, *, ours):
 
     async def events():
         request = Record(model="m", stop_sequences=asked)
-        return [one async for one in made._generate_anthropic_stream(Record(), Record(), request, None)]
+        return [one async for one in made._generate_anthropic_stream(ADAPTED, PROCESSED, request, "raw")]
 
-    found = asyncio.run(events())
+    chat, found = made.openai_serving_chat, asyncio.run(events())
+    assert made.openai_serving_chat is chat, "what others are answered with stays"
     (last,) = [event for event in found if event.startswith(stop_sequences.LAST)]
     delta = json.loads(last.split("data: ")[1])["delta"]
     others = [event.split("data: ")[0] for event in found if event is not last]
@@ -253,6 +256,22 @@ def test_which_sequence_ended_an_answer(version):
 @every_release("0.5.23")
 def test_elsewhere_it_is_sglangs(version, elsewhere):
     assert streamed(version, "stop", "STOP", ["STOP"], ours=True)[:2] == ("end_turn", None)
+    answer = Record(choices=[Record(message=Record(content="a"), finish_reason="stop", matched_stop="STOP")])
+    assert serving(version, ours=True)._convert_response(answer).stop_reason == "end_turn"
+
+
+def test_the_last_event_is_written_as_the_others():
+    event = 'event: message_delta\ndata: {"delta":{"stop_reason":"end_turn"},"text":"é"}\n\n'
+    wanted = '"stop_reason":"stop_sequence","stop_sequence":"É"'
+    assert stop_sequences.told(event, "É") == event.replace('"stop_reason":"end_turn"', wanted)
+    assert stop_sequences.told(event, None) == event
+
+
+def test_what_listens_has_all_that_the_chat_has():
+    assert (
+        stop_sequences.Listening(SimpleNamespace(tokenizer_manager="of the server")).tokenizer_manager
+        == "of the server"
+    )
 
 
 # ---- max_output_tokens
@@ -305,6 +324,20 @@ def test_tokens_that_the_model_does_not_have_are_refused(version):
         assert validates(version, ids, ours=False) is None  # so the row is needed
         with pytest.raises(ValueError, match=rf"token {ids[ids[0] > 0]}; the model's vocabulary is 0 to 11"):
             validates(version, ids, ours=True)
+
+
+def test_elsewhere_tokens_are_not_looked_at(elsewhere):
+    assert validates("0.5.23", [3, VOCABULARY], ours=True) is None
+
+
+def test_a_request_without_settings_has_a_prompt(served_card):
+    seen = []
+    validate = unknown_tokens.replace_validate(lambda self, obj, input_ids: seen.append(input_ids))
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
+    validate(manager, SimpleNamespace(sampling_params=None), [3])
+    with pytest.raises(ValueError, match="The prompt has token 12"):
+        validate(manager, SimpleNamespace(sampling_params=None), [VOCABULARY])
+    assert seen == [[3]]
 
 
 @every_release()

@@ -111,6 +111,8 @@ def test_an_answer_keeps_its_window(version):
     assert max(found[INTERVAL:]) <= 2 * (2 * PAGE + between + reserve)
     assert all(one.kv.swa_evicted_seqlen <= one.kv_committed_len - BROUGHT - PAGE for one in batch.reqs)
     assert [one.decode_batch_idx for one in batch.reqs] == [STEPS] * 2
+    alone = kept_in_steps(version, ours=False)[1]
+    assert [one.kv.kv_allocated_len for one in batch.reqs] == [one.kv.kv_allocated_len for one in alone.reqs]
 
 
 @every_one

@@ -204,6 +204,7 @@ REFUSED = {
     "no tokens": {"ids": ()},
     "token_ids_logprob has token 12": {"token_ids_logprob": [3, SIZE]},
     "more than 64 bits": {"params": {"sampling_seed": 2**63}},
+    "has more than 64 bits": {"params": {"sampling_seed": -(2**63) - 1}},
     "json_schema has to be a string": {"params": {"json_schema": {"type": "object"}}},
     "skip_special_tokens has to be true or false": {"params": {"skip_special_tokens": "no"}},
     "max_new_tokens has to be a whole number": {"params": {"max_new_tokens": 1.5}},
@@ -211,6 +212,7 @@ REFUSED = {
     "custom_params has to be an object": {"params": {"custom_params": "x"}},
     "stop_token_ids have to be": {"params": {"stop_token_ids": [None]}},
     "logit_bias has to be": {"params": {"logit_bias": {"1": None}}},
+    "logit_bias has to be numbers": {"params": {"logit_bias": {"1": math.nan}}},
 }
 FINE = (
     {"top_logprobs_num": SIZE},
@@ -219,6 +221,7 @@ FINE = (
     {"ids": None},  # embeddings in place of tokens
     {"ids": (), "session_params": {"id": "s"}},  # the session has them
     {"params": {"sampling_seed": -(2**63), "max_new_tokens": 5, "top_k": None, "skip_special_tokens": False}},
+    {"params": {"sampling_seed": 2**63 - 1}},
     {"params": {"json_schema": "{}", "stop_token_ids": [3], "logit_bias": {"1": 2, "3": -0.5}, "custom_params": {}}},
 )
 
@@ -231,6 +234,30 @@ def test_requests_that_fit_no_answer_are_refused(version):
             asks(version, ours=True, **request)
     for request in FINE:
         assert asks(version, ours=True, **request) == request.get("params", {})
+
+
+OF_ONE_KIND = {
+    "true or false": ("no", ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "ignore_eos")),
+    "a whole number": ("2", ("max_new_tokens", "min_new_tokens", "top_k", "n", "stream_interval", "sampling_seed")),
+    "a string": ({"type": "object"}, ("json_schema", "regex", "ebnf", "structural_tag")),
+    "an object": ("x", ("custom_params", "logit_bias")),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONE_KIND)
+def test_every_one_of_a_kind_is_looked_at(kind):
+    wrong, names = OF_ONE_KIND[kind]
+    for name in names:
+        with pytest.raises(ValueError, match=f"^{name} has to be {kind}"):
+            asks("0.5.23", {name: wrong}, ours=True)
+
+
+def test_of_a_request_for_embeddings_its_prompt_alone_is_looked_at():
+    asked = SimpleNamespace(sampling_params=None)
+    fatal_requests.refuse(asked, [1, 2], SIZE)
+    fatal_requests.refuse(asked, None, SIZE)
+    with pytest.raises(ValueError, match="no tokens"):
+        fatal_requests.refuse(asked, [], SIZE)
 
 
 def test_other_models_and_cards_take_them(elsewhere):

@@ -1,6 +1,7 @@
 """Prompts in halves within SGLang's breakable graphs, by the release's own capture. A graph is the operators that torch
 ran, done again; ranks are threads; and the rows of the model read what earlier rows of their prompt have written."""
 
+import ast
 import contextlib
 import contextvars
 import copy
@@ -17,13 +18,15 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.sglang_patches.adapters import halves_in_graphs as adapter
 from deepseek_v4_sm120.sglang_patches.adapters import prompts_in_halves as eager
 from tests.adapters.dealt_streams_model import Ranks, _this
-from tests.adapters.test_prompts_in_halves import CONTEXT, HIDDEN, LAYERS, POOL, batch_of, in_halves
-from tests.patching.wheels import content, every_release, fetch
+from tests.adapters.test_prompts_in_halves import CONTEXT, HIDDEN, LAYERS, POOL, One, batch_of, in_halves
+from tests.patching.test_wheel_wo_a import definition
+from tests.patching.wheels import WheelSources, content, every_release, fetch
 
 FIRST, ROWS, PAGE = "0.5.23", 16, 8
 GRAPH = 64  # rows of a captured pass
 NOWHERE = 6 * CONTEXT  # where padded rows are written
 _context = contextvars.ContextVar("context")
+CONTEXT_OF, WEAK_OF = adapter._context, adapter._weak
 
 
 class Graph:
@@ -119,6 +122,7 @@ class Backend:
         assert len(captured.rows) == batch.extend_num_tokens == static_forward_batch.global_num_token_non_padded_cpu
         assert static_forward_batch.extend_num_tokens == len(captured.rows) == int(batch.num_token_non_padded)
         self.forward_metadata = captured
+        return captured
 
 
 Backend.init_for_capture_in_halves = adapter.replace_init_for_capture(Backend.init_for_capture)
@@ -131,28 +135,47 @@ class Model:
 
     def __init__(self, sglang, backend, coordinator):
         self.backend, self.coordinator, self.held, self.counted = backend, coordinator, set(), []
+        self.look, self.fails, self.has_more = sglang.eager_on_graph(True)(self.looked_at), False, False
         self.cache = torch.zeros(LAYERS, NOWHERE + 1, HIDDEN, dtype=torch.long)
         self.attention = sglang.eager_on_graph(True)(self.attend)
 
     def attend(self, x, out, layer):
         batch, slots = _context.get().forward_batch, self.backend.forward_metadata.rows
         real = batch.global_num_token_non_padded_cpu
-        assert len(slots) == real <= len(x)
+        assert len(slots) == real <= len(x) and batch.extend_num_tokens == batch.num_token_non_padded_cpu == real
+        assert sum(batch.extend_seq_lens_cpu) == real and batch.batch_size == len(batch.seq_lens) == len(batch.rids)
+        assert batch.seq_lens_sum == int(batch.seq_lens.sum())
+        assert torch.equal(self.cache[layer][batch.out_cache_loc[:real]], x[:real])
+        if self.fails:
+            raise RuntimeError("a break's own")
         self.held.add(cuda_tensors._held)
         out[:real] = torch.stack([self.cache[layer][each].sum(0) for each in slots]).remainder(97)
         out[real:] = 0
 
+    def looked_at(self, input_ids, positions):
+        """What a break finds: the half's rows, and its metadata."""
+        batch, metadata = _context.get().forward_batch, self.backend.forward_metadata
+        assert batch.input_ids.data_ptr() == input_ids.data_ptr() and len(batch.input_ids) == len(input_ids)
+        assert batch.positions.data_ptr() == positions.data_ptr() and len(batch.positions) == len(positions)
+        assert len(metadata.rows) == batch.extend_num_tokens
+
     def forward(self, input_ids, positions, batch, input_embeds, pp_proxy_tensors=None):
         rank, kept = self.coordinator.rank_in_group, []
-        self.counted.append(batch.num_token_non_padded + 0)  # by a graph, at each replay anew
+        self.look(input_ids, positions)
+        for count in (batch.num_token_non_padded, batch.global_num_token_non_padded):
+            self.counted.append(None if count is None else count + 0)  # by a graph, at each replay anew
         x = self.coordinator.all_reduce(input_ids[:, None].repeat(1, HIDDEN) * (rank + 1))
         for layer in range(LAYERS):
+            self.looked_at(input_ids, positions)  # while it is captured, too
             self.cache[layer][batch.out_cache_loc] = x
             out = torch.empty_like(x)
             self.attention(x, out, layer)
             x = self.coordinator.all_reduce(out * (rank + 1)).remainder(89)
             kept.append(x)
             x = self.coordinator.all_reduce(x * positions[:, None] * (rank + 2)).remainder(83)
+        if self.has_more and input_ids.storage_offset():  # the second half
+            self.coordinator.all_reduce(x + 0)
+            self.look(input_ids, positions)
         return (x * 3, None), kept
 
 
@@ -173,9 +196,9 @@ class Runner:
     def _pad_to_bucket(self, rows, sizes):
         return min(size for size in sizes if size >= rows)
 
-    def capture(self):
+    def capture(self, **changes):
         batch = batch_of([GRAPH], [0], POOL)
-        vars(batch).update(self.static, global_num_token_non_padded_cpu=GRAPH)
+        vars(batch).update(self.static, **{"global_num_token_non_padded_cpu": GRAPH} | changes)
         metadata = self.backend.init_for_capture_in_halves(batch)
         self.attn_metadata_buffers = {Key(GRAPH): metadata}
 
@@ -199,11 +222,14 @@ class Runner:
         static = copy.copy(batch)
         vars(static).update(self.static)
         [metadata] = self.attn_metadata_buffers.values()
-        self.backend.init_for_replay_in_halves(metadata, batch, static_forward_batch=static)
+        found = self.backend.init_for_replay_in_halves(metadata, batch, static_forward_batch=static)
         whole = self.backend.forward_metadata
+        assert found is whole is metadata
         with given(static) as context:
             self.graph.replay()
             assert self.backend.forward_metadata is whole and context.forward_batch is static
+        halves = getattr(metadata, adapter._HALVES, None)
+        assert halves is None or halves._whole == (), "nothing of a batch is kept"
         (x, none), kept = self.found
         assert none is None
         return [x[:rows].clone(), *(each[:rows].clone() for each in kept)]
@@ -265,7 +291,9 @@ def test_graphs_in_halves_have_the_numbers_of_the_whole(sglang, version, batches
         of_this_rank(coordinator)
         model, other = (Model(sglang, Backend(), coordinator) for _ in range(2))
         runner = Runner(sglang, model, model.backend)
+        coordinator.pynccl_comm = SimpleNamespace(disabled=False)  # as while graphs are captured
         runner.capture()
+        coordinator.pynccl_comm.disabled = True
         model.cache.zero_()
         model.held.clear()
         coordinator.calls.clear()
@@ -273,7 +301,8 @@ def test_graphs_in_halves_have_the_numbers_of_the_whole(sglang, version, batches
         for lengths, before in batches:
             assert runner.can_run_graph_in_halves(pass_of(lengths, before))
             found = runner.replay(pass_of(lengths, before))
-            assert [int(count) for count in model.counted[-2:]] == [GRAPH // 2, sum(lengths) - GRAPH // 2]
+            rest = sum(lengths) - GRAPH // 2
+            assert [int(count) for count in model.counted[-4:]] == [GRAPH // 2, GRAPH // 2, rest, rest]
             calls = list(coordinator.calls)
             expected = whole_of(other, other.backend, pass_of(lengths, before))
             coordinator.calls.clear()
@@ -285,6 +314,62 @@ def test_graphs_in_halves_have_the_numbers_of_the_whole(sglang, version, batches
     for same in Ranks(2).each(body):
         assert len(same) == len(batches) * (LAYERS + 2) and all(same)
     assert eager._seen["passes"] == 2 * len(batches) and not eager._left and cuda_tensors._held == 0
+
+
+@every_release(FIRST)
+def test_graphs_that_were_captured_whole_are_as_ever(sglang, version, monkeypatch):
+    """As a server's are that tries halves out."""
+    monkeypatch.setattr(eager, "least_rows", lambda: 0)
+
+    def body(coordinator):
+        of_this_rank(coordinator)
+        model, other = (Model(sglang, Backend(), coordinator) for _ in range(2))
+        runner = Runner(sglang, model, model.backend)
+        runner.capture()
+        model.cache.zero_()
+        coordinator.calls.clear()
+        assert runner.can_run_graph_in_halves(pass_of([50], [3]))
+        assert not runner.can_run_graph_in_halves(pass_of([GRAPH + 1], [0])), "more rows than SGLang's graphs have"
+        found, calls = runner.replay(pass_of([50], [3])), list(coordinator.calls)
+        assert calls == []  # a whole pass's sums are in the graphs
+        return len(found) == len(whole_of(other, other.backend, pass_of([50], [3])))
+
+    assert Ranks(2).each(body) == [True, True] and not eager._seen
+
+
+@every_release(FIRST)
+def test_a_replay_that_failed_leaves_nothing_to_the_next(sglang, version):
+    def body(coordinator):
+        of_this_rank(coordinator)
+        model, other = (Model(sglang, Backend(), coordinator) for _ in range(2))
+        runner = Runner(sglang, model, model.backend)
+        runner.capture(global_num_token_non_padded=None)  # as SGLang may have it
+        model.fails = True
+        with pytest.raises(RuntimeError, match="a break's own"):
+            runner.replay(pass_of([50], [8]))
+        model.fails = False
+        model.cache.zero_()
+        model.held.clear()
+        found = runner.replay(pass_of([50], [0]))
+        assert max(model.held) <= 2 * eager.SUM_SMS, "of both ranks"
+        return all(map(torch.equal, found, whole_of(other, other.backend, pass_of([50], [0]))))
+
+    assert Ranks(2).each(body) == [True, True] and cuda_tensors._held == 0
+
+
+@every_release(FIRST)
+def test_a_half_that_has_more_sums_goes_on_alone(sglang, version):
+    def body(coordinator):
+        of_this_rank(coordinator)
+        model, other = (Model(sglang, Backend(), coordinator) for _ in range(2))
+        model.has_more = True
+        runner = Runner(sglang, model, model.backend)
+        runner.capture()
+        model.cache.zero_()
+        found = runner.replay(pass_of([50], [0]))
+        return all(map(torch.equal, found, whole_of(other, other.backend, pass_of([50], [0]))))
+
+    assert Ranks(2).each(body) == [True, True]
 
 
 @every_release(FIRST)
@@ -309,10 +394,13 @@ def test_a_sum_runs_beside_the_other_half(sglang, version, monkeypatch):
         return coordinator.order
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    weak = []
+    monkeypatch.setattr(adapter, "_weak", lambda x: weak.append(x) or x)
     for order in Ranks(2).each(body):
         waits = [(place, started) for place, started in enumerate(order) if isinstance(started, int)]
         assert len(waits) == order.count("start") == 2 * (1 + 2 * LAYERS)
         assert all("graph" in order[started:place] for place, started in waits)
+    assert len(weak) == 2 * 2 * (1 + 2 * LAYERS), "no sum's memory is kept but by its graph"
 
 
 @every_release(FIRST)
@@ -344,7 +432,10 @@ def test_what_a_batch_has_keeps_it_from_its_graphs(sglang, version):
 
 
 @every_release(FIRST)
-@pytest.mark.parametrize("change", [{"least": 0}, {"least": GRAPH}, {"page": 128}, {"mode": "MIXED"}, {"draft": True}])
+@pytest.mark.parametrize(
+    "change",
+    [{"least": 0}, {"least": GRAPH}, {"least": 33}, {"page": 128}, {"page": 64}, {"mode": "MIXED"}, {"draft": True}],
+)
 def test_passes_that_are_captured_whole(sglang, version, monkeypatch, change):
     monkeypatch.setattr(eager, "least_rows", lambda: change.get("least", ROWS))
     monkeypatch.setattr(eager, "PAGE", change.get("page", PAGE))
@@ -353,12 +444,76 @@ def test_passes_that_are_captured_whole(sglang, version, monkeypatch, change):
     backend.model_runner = SimpleNamespace(is_draft_worker=change.get("draft", False))
     batch = batch_of([GRAPH], [0], POOL, change.get("mode", "EXTEND"), global_num_token_non_padded_cpu=GRAPH)
     metadata = backend.init_for_capture_in_halves(batch)
-    assert not hasattr(metadata, adapter._HALVES) and not hasattr(batch, eager.PASS)
+    assert not hasattr(metadata, adapter._HALVES) and not hasattr(batch, eager.PASS) and not eager._left
     runner = Runner(sglang, None, backend)
     runner.attn_metadata_buffers = {Key(GRAPH): metadata}
     assert runner.can_run_graph_in_halves(pass_of([30], [0]))
     runner.attn_metadata_buffers = None
     assert runner.can_run_graph_in_halves(pass_of([30], [0]))
+
+
+@every_release(FIRST)
+@pytest.mark.parametrize("experts", [1, 2])
+def test_why_a_pass_is_captured_whole(sglang, version, monkeypatch, experts):
+    monkeypatch.setattr(eager, "least_rows", lambda: GRAPH // 2)
+    sys.modules[adapter.PARALLEL_STATE].experts = experts
+    _this.coordinator, backend = One(), Backend()
+    metadata = backend.init_for_capture_in_halves(pass_of([GRAPH], [0]))
+    assert hasattr(metadata, adapter._HALVES) is (experts == 1)
+    assert eager._left == ({} if experts == 1 else {"captured: expert parallelism": 1})
+
+
+@every_release(FIRST)
+def test_the_graphs_of_a_size_are_asked(sglang, version):
+    """Those of other sizes may be whole, or not there."""
+
+    def body(coordinator):
+        of_this_rank(coordinator)
+        model = Model(sglang, Backend(), coordinator)
+        runner = Runner(sglang, model, model.backend)
+        runner.capture()
+        runner.capture_num_tokens = [8, 16, GRAPH]
+        runner.attn_metadata_buffers[Key(16)] = Metadata([])
+        return [runner.can_run_graph_in_halves(pass_of([rows], [0])) for rows in (8, 16, 17, 40)]
+
+    assert Ranks(2).each(body) == [[True, True, False, True]] * 2
+
+
+@every_release(FIRST)
+def test_what_is_asked_of_sglang_is_there(version, sglang_wheel, monkeypatch):
+    context, weak = ModuleType(adapter.CONTEXT), ModuleType(adapter.WEAK)
+    context.get_tc_piecewise_forward_context, weak.weak_ref_tensors = lambda: "context", lambda x: ("weak", x)
+    for module in (context, weak):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert (CONTEXT_OF(), WEAK_OF(3)) == ("context", ("weak", 3))
+    sources = WheelSources(sglang_wheel(version))
+    assert "    get_tc_piecewise_forward_context,\n" in sources.read(adapter.CONTEXT)
+    assert "weak_ref_tensors" in sources.read(adapter.WEAK)
+    held = definition(sglang_wheel(version), "TcPiecewiseForwardContext", f"{adapter.CONTEXT}.context_manager")
+    assert [ast.unparse(one) for one in held.decorator_list] == ["dataclass"], "whose batch may be another"
+
+
+@every_release(FIRST)
+def test_an_error_between_breaks_is_the_captures(sglang, version):
+    """Where a graph is under capture, which SGLang ends."""
+
+    def body(coordinator):
+        of_this_rank(coordinator)
+        model = Model(sglang, Backend(), coordinator)
+        runner, passes = Runner(sglang, model, model.backend), []
+
+        def attend(x, out, layer):
+            passes.append(layer)
+            if len(passes) > 4 * LAYERS:
+                raise RuntimeError("a graph's own")
+            out.zero_()
+
+        model.attention = attend
+        with pytest.raises(RuntimeError, match="a graph's own"):
+            runner.capture()
+        return is_capturing.get()
+
+    assert Ranks(2).each(body) == [[False], [False]]
 
 
 @every_release(FIRST)

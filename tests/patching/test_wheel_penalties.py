@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deepseek_v4_sm120.sglang_patches.fixes import penalties
 from deepseek_v4_sm120.sglang_patches.fixes.penalties import COUNTED, replace_apply, replace_cumulate
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, since
@@ -24,7 +25,7 @@ PENALIZERS = {
     "min_new_tokens": "BatchedMinNewTokensPenalizer",
 }
 VOCABULARY, PROMPT, END = 16, 15, 0
-ONE_BY_ONE = ([[3], [4], [3], [5], [3], [3]], [[7], [8], [7], [9], [7], [8]], [[1], [2], [1], [2], [1], [2]])
+ONE_BY_ONE = ([[6], [4], [8], [5], [3], [3]], [[7], [8], [7], [9], [7], [8]], [[1], [2], [1], [2], [1], [2]])
 # the prompts' own tokens, then what each step brings
 # The orders of what is prepared (P) and what arrives (A): without overlap; with it, where a step is prepared before the
 # last one's tokens are known; and with it where a prompt is read before the fourth step, whose end all is known at.
@@ -39,7 +40,7 @@ def request(**params):
     return SimpleNamespace(
         sampling_params=SimpleNamespace(**plain | params, stop_token_ids=None),
         tokenizer=SimpleNamespace(eos_token_id=END, additional_stop_token_ids=None),
-        origin_input_ids=array("q", [PROMPT]),
+        origin_input_ids=array("q", [PROMPT - 1, PROMPT]),
         output_ids=array("q"),
         **dict(decode_batch_idx=0, eos_token_ids=None),
     )
@@ -87,15 +88,11 @@ class Batch:
         self.sampling_info.penalizer_orchestrator.filter(torch.tensor(keep))
 
     def told(self):
-        """[(frequency, presence, repetition of each token, min_tokens' count)] of the requests."""
+        """[(frequency, presence, repetition of each token, min_tokens' count)] of the requests; None: nobody has it."""
         of = {type(one).__name__: one for one in self.sampling_info.penalizer_orchestrator.penalizers.values()}
-        tensors = [
-            of["BatchedFrequencyPenalizer"].cumulated_frequency_penalties,
-            of["BatchedPresencePenalizer"].cumulated_presence_penalties,
-            of["BatchedRepetitionPenalizer"].cumulated_repetition_penalties,
-            of["BatchedMinNewTokensPenalizer"].len_output_tokens,
-        ]
-        return [tuple(x[row].tolist() for x in tensors) for row in range(len(self.reqs))]
+        names = [name for _, name, _ in penalties.GIVEN.values()] + ["len_output_tokens"]
+        tensors = [vars(of[kind]).get(name) for kind, name in zip(PENALIZERS.values(), names, strict=True)]
+        return [tuple(None if x is None else x[row].tolist() for x in tensors) for row in range(len(self.reqs))]
 
 
 def answer(batch, brought, order):
@@ -151,6 +148,19 @@ def test_every_token_counts_once(version, order):
 
 
 @every_release(FIRST)
+@pytest.mark.parametrize("params", [{name: 0.5 if "_p" in name else 6} for name in PENALIZERS], ids=str)
+def test_a_batch_that_has_one_of_them(version, params):
+    """The others are not prepared, and have no state."""
+    batch = Batch(version, [request(**params)], ours=True)
+    ((name, value),), told = params.items(), answer(batch, SEVERAL[:1], "in turn")
+    (found,), known = [one for one in told[0] if one is not None], batch.reqs[0].output_ids
+    times = Counter(known) if name == "frequency_penalty" else dict.fromkeys(known, 1)
+    none = 1.0 if name == "repetition_penalty" else 0.0
+    expected = [value * times[token] if token in times else none for token in range(VOCABULARY)]
+    assert found == ([len(known)] if name == "min_new_tokens" else expected)
+
+
+@every_release(FIRST)
 @pytest.mark.parametrize("order", ORDERS)
 def test_without_speculation(version, order):
     batch = Batch(version, three(), ours=True)
@@ -160,8 +170,8 @@ def test_without_speculation(version, order):
     assert (sums(told) == sums(stock)) == (order == "in turn")
     if order != "in turn":  # so the row is needed: the prompt's last token is penalised
         assert stock[0][0][PROMPT] == 0.5 and stock[0][1][PROMPT] == 0.25 and stock[1][2][PROMPT] == 1.5
-    if order == "a prompt between":  # and of 3, 4, 3, 5, 3, 3 the second is not, and a 3 one time too often
-        assert stock[0][0][4] == 0.0 and stock[0][0][3] == 0.5 * 5 and told[0][0][3] == 0.5 * 4
+    if order == "a prompt between":  # and of 6, 4, 8, 5, 3, 3 the second is not, and the third twice
+        assert stock[0][0][4] == 0.0 and stock[0][0][8] == 0.5 * 2 and told[0][0][8] == 0.5
 
 
 @every_release(FIRST)
@@ -195,7 +205,7 @@ def test_each_card_applies_them_in_the_same_order(version):
         both = [request(frequency_penalty=0.3, presence_penalty=0.7, repetition_penalty=1.5), request(min_new_tokens=9)]
         batch = Batch(version, both, ours=ours, order=order)
         answer(batch, ONE_BY_ONE[:2], "in turn")
-        logits = torch.linspace(-1, 2, 2 * VOCABULARY).reshape(2, -1)
+        logits = torch.linspace(-1, 2, 2 * VOCABULARY).reshape(2, -1) * 1.37
         for _ in range(2):
             batch.apply(batch.sampling_info.penalizer_orchestrator, logits)
         seen[ours].add(tuple(logits.flatten().tolist()))
@@ -207,6 +217,11 @@ def test_each_card_applies_them_in_the_same_order(version):
 @pytest.mark.parametrize(("model", "card"), [("deepseek_v4", False), ("llama", True), (None, True)])
 def test_elsewhere_it_stays_sglangs(version, model, card, opened):
     opened(model, card)
+    batch = Batch(version, three(), ours=True)
+    made = batch.sampling_info.penalizer_orchestrator
+    kinds = list(made.penalizers)
+    batch.apply(made, torch.zeros(3, VOCABULARY))
+    assert list(made.penalizers) == kinds
     told = [answer(Batch(version, three(), ours=ours), SEVERAL, "overlap") for ours in (False, True)]
     assert told[0] == told[1]
 

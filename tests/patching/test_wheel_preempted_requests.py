@@ -96,13 +96,13 @@ def test_who_gave_way_before_stays_in_front(version, sglang_wheel):
     wheel = sglang_wheel(version)
     names, adder = gave_way(wheel, (3, 1, 2, 4), ours=True)
     later = [Request("request 4", 9), Request("request 5", 7)]
-    adder.running_batch = Batch(later)
+    adder.running_batch = Batch([later[0], Request("one that stays", 8), later[1]])
 
     def both(self, request):
         self.preempt_list.extend(reversed(later))
         return True
 
-    fix.replace_preempt(both)(adder, None)
+    fix.replace_preempt(both)(adder, request=None)
     assert [request.name for request in adder.preempt_list] == [*names, "request 4", "request 5"]
 
 
@@ -131,12 +131,14 @@ class Scheduler:
     def _add_request_to_queue(self, request):
         self.queue.append(request)
 
-    def look(self):
+    def look(self, *given, **named):
         def preempt(adder, request):
-            adder.preempt_list.extend(adder.running_batch.reqs)
-            return bool(adder.running_batch.reqs)
+            adder.preempt_list.append(request)
+            return True
 
-        fix.replace_preempt(preempt)(self.adder, None)
+        for request in self.adder.running_batch.reqs:  # for one after the other
+            fix.replace_preempt(preempt)(self.adder, request)
+        self.given = given, named
         return self.found
 
     look_with_ours = fix.replace_next_prompts(look)
@@ -146,7 +148,8 @@ class Scheduler:
 def test_where_nobody_is_let_in_they_are_put_back(found):
     running = [Request("request 0", 2), Request("request 1", 1)]
     scheduler = Scheduler(adder_of(running), found)
-    assert scheduler.look_with_ours() == found and scheduler.queue == running
+    assert scheduler.look_with_ours("delayer", running_batch="running") == found and scheduler.queue == running
+    assert scheduler.given == (("delayer",), {"running_batch": "running"})
     idle = Scheduler(adder_of([]), found)
     assert idle.look_with_ours() == found and idle.queue == [], "what one look found is not the next one's"
 

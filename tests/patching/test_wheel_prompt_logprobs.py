@@ -62,7 +62,8 @@ def processed(version, requests, *, ours, asks=True):
     logits = Request(input_token_logprobs=torch.tensor([token for prompt in prompts for token in prompt]))
     logits.next_token_logprobs = logits.next_token_top_logprobs_val = logits.next_token_token_ids_logprobs_val = None
     result = Request(logits_output=logits, next_token_ids=torch.zeros(len(requests), dtype=torch.int64))
-    result.extend_input_len_per_req, result.extend_logprob_start_len_per_req = list(map(len, prompts)), [0] * 3
+    result.extend_input_len_per_req = list(map(len, prompts)) if asks else None
+    result.extend_logprob_start_len_per_req = [0] * 3 if asks else None
     result.copy_done = result.routed_experts_output = result.indexer_topk_output = None
     batch = Request(reqs=requests, return_logprob=asks, decoding_reqs=None)
     methods["process"](made, batch, result)
@@ -86,6 +87,13 @@ def test_each_is_told_its_own(version, place, what):
     assert (stock == found) == (place == 2)  # so the row is needed
     if place == 0:
         assert stock == [[], [5, 6, 7, 15], [16, 17]]
+
+
+@every_release(FIRST)
+def test_what_is_counted_though_it_ended_is_not_counted_twice(version):
+    """A prompt that is read by parts, and ended meanwhile: those behind it have what it has been told."""
+    requests = [request(list(ids), int(i == 0), finished=i == 0) for i, ids in enumerate(ASKED)]
+    assert [one.told for one in processed(version, requests, ours=True)][1:] == list(ASKED[1:])
 
 
 @every_release(FIRST)

@@ -2,6 +2,7 @@
 threads: each release's model, embedding and two layers; its batches; and what its backend keeps of a batch."""
 
 import ast
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -220,3 +221,14 @@ def test_metadata_are_made_once_for_a_pass_in_front_of_it(version, sglang_wheel)
     let_go = [line for line, name in calls if name in ("maybe_publish_prefill_shared_read_done",)]
     assert made and runs and any(first < then for first in made for then in runs)
     assert all(any(first < one for first in made) for one in let_go)
+
+
+@every_release(FIRST)
+def test_what_looks_at_experts_is_where_it_is_asked(version, sglang_wheel):
+    """And what looks at the indexers' choices has rows for the first of a pass, too, but no tensor parallelism."""
+    wheel = sglang_wheel(version)
+    assert definition(wheel, "get_global_experts_capturer", adapter.CAPTURERS) is not None
+    for name in ("get_global_expert_distribution_recorder", "_ExpertDistributionRecorderReal"):
+        assert definition(wheel, name, adapter.RECORDERS) is not None
+    of_indexers = WheelSources(wheel).read(adapter.CAPTURERS.rpartition(".")[0] + ".indexer_topk")
+    assert re.search(r"attn_tp_size == 1\b|get_attention_tp_size\(\) == 1\b", of_indexers)

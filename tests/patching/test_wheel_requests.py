@@ -31,7 +31,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
 )
 from tests.patching.test_wheel_answers import Record
 from tests.patching.test_wheel_turns import RENDERER, handler, recipe  # noqa: F401
-from tests.patching.test_wheel_wo_a import take
+from tests.patching.test_wheel_wo_a import definition, take
 from tests.patching.wheels import content, every_release, fetch, since
 
 pytestmark = pytest.mark.usefixtures("served_card")
@@ -206,8 +206,9 @@ class OfBytes:
         return piece if token < 2 else bytes([LETTERS[piece]]).decode(errors="replace")
 
 
-def told(version, ids, steps, *, ours, spec="dsv4"):
-    """(token, bytes, alternatives' bytes) of each token of an answer: (not streamed, streamed in such steps)."""
+def told(version, ids, steps, *, ours, spec="dsv4", asks=True, alone=False):
+    """(token, bytes, alternatives' bytes) of each token of an answer: (not streamed, streamed in such steps). asks:
+    for alternatives; alone: a step's tokens come without those before."""
     tokenizer, wheel = OfBytes(), fetch(version)
     names = {"LogProbs": lambda: SimpleNamespace(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])}
     names |= {"_BYTE_LEVEL_TOKENIZERS": set(), "_BYTE_DECODER": LETTERS}
@@ -215,7 +216,7 @@ def told(version, ids, steps, *, ours, spec="dsv4"):
     for name in ("_lossless_token_text", "token_id_to_bytes", "_is_byte_level_tokenizer", "to_openai_style_logprobs"):
         take(wheel, names, name, UTILS)
     names["GIVEN"] = {"_is_byte_level_tokenizer": names.get("_is_byte_level_tokenizer")}
-    names["get_serving"] = lambda: SimpleNamespace(incremental_streaming_output=False)
+    names["get_serving"] = lambda: SimpleNamespace(incremental_streaming_output=alone)
     module, _, its_class = CHAT.partition(":")
     parts = ("_process_logprobs_tokens", "_build_token_logprobs_from_raw")
     parts = {part: take(wheel, names, f"{its_class}.{part}", module) for part in parts}
@@ -226,14 +227,15 @@ def told(version, ids, steps, *, ours, spec="dsv4"):
         whole, step = token_logprobs.replace_response(whole), token_logprobs.replace_streaming(step)
     made = type(its_class, (), {name: part for name, part in parts.items() if part})()
     made.chat_encoding_spec = spec
-    served = SimpleNamespace(incremental_streaming_output=False)
+    served = SimpleNamespace(incremental_streaming_output=alone)
     made.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer, server_args=served)
     given = [(-0.5, token, tokenizer.text(token)) for token in ids]
     top = [[(-0.5 - n, other, tokenizer.text(other)) for n, other in enumerate((t, (t + 1) % 258))] for t in ids]
-    info = {"output_token_logprobs": given, "output_top_logprobs": top}
+    info = {"output_token_logprobs": given} | ({"output_top_logprobs": top} if asks else {})
     streamed, at = [], 0
     for size in steps:
-        streamed += step(made, {"meta_info": info}, at, at + size).content
+        of_step = {name: rows[at : at + size] if alone else rows[: at + size] for name, rows in info.items()}
+        streamed += step(made, {"meta_info": of_step}, at, at + size).content
         at += size
     return [
         [(one.token, one.bytes, [other.bytes for other in one.top_logprobs]) for one in found]
@@ -261,6 +263,10 @@ def test_log_probabilities_are_each_tokens_own(version, protocol):
         assert [of for _, of, _ in found[:-1]] == wanted
         assert bytes(byte for _, of, _ in found for byte in of).decode() == f"{text}<｜end▁of▁sentence｜>"
         assert all(len(others) == 2 and others[0] == of for _, of, others in found)
+    both = told(version, ids, steps, ours=True)
+    assert told(version, ids, steps, ours=True, alone=True) == both
+    without = [[(text, of, []) for text, of, _ in found] for found in both]
+    assert told(version, ids, steps, ours=True, asks=False) == without
     whole, streamed = told(version, ids, steps, ours=False)
     assert [of for _, of, _ in whole[:-1]] != wanted  # so the row is needed
     assert (streamed == whole) is since(version, "0.5.21")
@@ -268,6 +274,34 @@ def test_log_probabilities_are_each_tokens_own(version, protocol):
     chance.shuffle(ids)
     whole, streamed = told(version, ids, [len(ids)], ours=True)
     assert whole == streamed
+
+
+def test_alternatives_are_told_as_they_came(protocol):
+    serving = SimpleNamespace(tokenizer_manager=SimpleNamespace(tokenizer=OfBytes()))
+    content = [Record(token="x", top_logprobs="SGLang's own") for _ in range(4)]
+    given = {"output_token_logprobs": [(-1.0, 0, "before"), *((-1.0, 0, "x") for _ in range(4))]}
+    given["output_top_logprobs"] = [[(-9.0, 1, "before")], [(-1.0, 1, "y"), (-2.0, 0, None)], None, []]
+    token_logprobs.as_they_are(serving, SimpleNamespace(content=content), given, 1)
+    assert [(one.token, one.logprob, one.bytes) for one in content[0].top_logprobs] == [
+        ("y", -1.0, [121]),
+        ("", -2.0, []),
+    ]
+    assert [one.top_logprobs for one in content[1:]] == [[], [], "SGLang's own"]
+
+
+def test_bytes_are_the_tokens_where_its_text_lost_them():
+    def of(letters, text):
+        return token_logprobs.bytes_of(SimpleNamespace(convert_ids_to_tokens=lambda token: letters), 7, text)
+
+    assert of("Ġð", " \ufffd") == [0x20, 0xF0] and of("Ġð", " ð") == list(" ð".encode())
+    for nothing in (None, "", "<｜a\ufffd｜>", "Ġ｜"):
+        assert of(nothing, "a\ufffd") == list("a\ufffd".encode())
+
+
+@every_release("0.5.21")
+def test_letters_of_bytes_are_sglangs(version):
+    assert token_logprobs.byte_of() == take(fetch(version), {}, "_build_byte_decoder", UTILS)()
+    assert definition(fetch(version), "TopLogprob", token_logprobs.PROTOCOL) is not None
 
 
 # ---- sampled_states
@@ -416,19 +450,30 @@ def messages_handled(version, convert, *, ours, streamed, refused=None, spec="ds
     names |= {"ChatCompletionResponse": str, "JSONResponse": lambda content: content, "isinstance": isinstance}
     which = "_handle_streaming" if streamed else "_handle_non_streaming"
     method = take(fetch(version), names, f"{its_class}.{which}", module)
-    chat = SimpleNamespace(chat_encoding_spec=spec, _validate_request=lambda _: refused)
+
+    def validate(request):
+        assert request == "chat"
+        return refused
+
+    def stream(*given):
+        assert given[-2:] == ("messages", "raw")
+
+    chat = SimpleNamespace(chat_encoding_spec=spec, _validate_request=validate)
     chat._convert_to_internal_request = convert
     chat.tokenizer_manager = SimpleNamespace(create_abort_task=lambda _: None)
 
-    async def answer(*_):
+    async def answer(*given):
+        assert given[-1] == "raw"
         return "answer"
 
     chat._handle_non_streaming_request = answer
-    made = SimpleNamespace(openai_serving_chat=chat, _generate_anthropic_stream=lambda *_: None)
+    made = SimpleNamespace(openai_serving_chat=chat, _generate_anthropic_stream=stream)
     made._error_response = lambda **of: of["status_code"]
     made._convert_response = lambda _: SimpleNamespace(model_dump=lambda **_: "message")
     method = prompts_aside.replace_handle(method) if ours else method
-    return asyncio.run(method(made, "chat", "messages", "raw"))
+    found = asyncio.run(method(made, "chat", "messages", "raw"))
+    assert made.openai_serving_chat is chat, "the next request's prompt is its own"
+    return found
 
 
 @every_release("0.5.22")
@@ -457,6 +502,7 @@ def test_prompts_of_messages_are_made_beside_the_loop(version):
             assert messages_handled(version, breaks, ours=of, streamed=streamed) == 500
             assert messages_handled(version, breaks, ours=of, streamed=streamed, refused="empty") == 400
         threads.clear()
+        assert messages_handled(version, convert, ours=True, streamed=streamed, refused="empty") == 400 and not threads
         messages_handled(version, convert, ours=True, streamed=streamed, spec="dsv41")
         assert threads == [threading.get_ident()]
 

@@ -107,6 +107,7 @@ def test_each_answer_has_a_seed_of_its_own(version):
     assert handled(version, [7, 100])[1] == [7, 8, 9, 100, 101, 102]
     assert handled(version, [LARGEST])[1] == [LARGEST, LEAST, LEAST + 1]
     assert handled(version, [-2])[1] == [-2, -1, 0]
+    assert handled(version, [7], n=2)[1] == [7, 8]
     assert handled(version, [None], ours=False)[1] == [None] * 3
     assert handled(version, [None])[1] == [None, WITHOUT + 1, WITHOUT + 2]
 

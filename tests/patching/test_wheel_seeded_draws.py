@@ -1,6 +1,8 @@
 """Draws by a request's seed: each release's own sampling on the CPU, over a stand-in for the hash, with ours in it and
 without."""
 
+import functools
+
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ def functions(version, *, ours):
     names = {"torch": torch, "multinomial_with_seed": multinomial_with_seed, "envs": QUIET}
     simple = take(fetch(version), names, "sampling_from_probs_torch", MODULE)
     draw = take(fetch(version), names, NAME, MODULE)
+    draw = functools.update_wrapper(functools.partial(draw), draw)  # as another of ours around it
     return (replace_sampling(draw) if ours else draw), simple
 
 
@@ -66,6 +69,42 @@ def test_what_is_left_out_is_sglangs(version):
         kept = kept_probabilities(probabilities(), top_ks, torch.full((ROWS,), asked.get("top_ps", 1.0)), None)
         there = set(map(tuple, kept.nonzero().tolist()))
         assert found <= there and stock <= there and len(found) > len(there) // 2
+
+
+EIGHTHS = torch.tensor([[0.125, 0.5, 0.125, 0.25]])
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ((ALL, 1.0, None), [0.125, 0.5, 0.125, 0.25]),
+        ((2, 1.0, None), [0, 0.5, 0, 0.25]),
+        ((1, 1.0, None), [0, 0.5, 0, 0]),
+        ((ALL, 0.5, None), [0, 0.5, 0, 0.25]),  # the one that goes beyond it is the last
+        ((ALL, 0.49, None), [0, 0.5, 0, 0]),
+        ((ALL, 1.0, 0.5), [0, 0.5, 0, 0.25]),  # as many as that are enough
+        ((ALL, 1.0, 0.51), [0, 0.5, 0, 0]),
+    ],
+)
+def test_what_the_three_leave(asked, left):
+    assert kept_probabilities(EIGHTHS, *(None if one is None else torch.tensor([one]) for one in asked)).tolist() == [
+        left
+    ]
+
+
+@every_release(FIRST)
+@pytest.mark.parametrize("asked", [(3, 1.0), (ALL, 0.5), (5, 0.6)])
+def test_as_much_is_left_as_by_sglang(version, asked):
+    """Which draws from what it has sorted."""
+    seen = []
+    names = {"torch": torch, "envs": QUIET}
+    names["multinomial_with_seed"] = lambda logprobs, *_: seen.append(logprobs) or logprobs.argmax(-1, keepdim=True)
+    draw = take(fetch(version), names, NAME, MODULE)
+    for probs in (probabilities(), EIGHTHS):
+        top_ks, top_ps = (torch.full((len(probs),), one) for one in asked)
+        draw(probs.clone(), top_ks, top_ps, torch.zeros(len(probs)), False, SEEDS[: len(probs)], PLACES[: len(probs)])
+        ours = kept_probabilities(probs, top_ks, top_ps, None).sort(dim=-1, descending=True)[0]
+        assert torch.equal(ours.double().log(), seen.pop())
 
 
 @every_release(FIRST)

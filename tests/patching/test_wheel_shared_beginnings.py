@@ -209,6 +209,37 @@ def test_what_nobody_reads_is_replaced_as_before(version, monkeypatch):
     assert found[0] == found[1]
 
 
+def test_of_a_prompt_that_goes_another_way_within_a_page_whole_pages_are_shared(version, monkeypatch):
+    server = Server(version, monkeypatch, ours=True)
+    first, tokens = begun(server, runs=True), [*range(6), *range(50, 56)]
+    slots = server.written(tokens, torch.arange(0))  # while nobody had asked for it
+    server.insert(tokens, slots, 0, 0)
+    server.check()
+    assert is_free(server, slots[:PAGE]) and not is_free(server, slots[PAGE:])
+    assert [node.swa_tombstone for node in chain(server.cache.root_node, first.tokens)] == [False, True, False]
+
+
+def test_two_that_are_read_at_once_are_kept_once(version, monkeypatch):
+    """Whose beginning has its windows: nothing is given to it."""
+    server = Server(version, monkeypatch, ours=True)
+    first = server.computed(range(8))
+    slots = server.written(first.tokens, torch.arange(0))
+    server.insert(first.tokens, slots, 0, 0)
+    server.check()
+    assert is_free(server, slots) and not is_free(server, first.slots)
+
+
+def test_what_has_lost_all_its_windows_itself_gives_none(version, monkeypatch):
+    server = Server(version, monkeypatch, ours=True)
+    first, tokens = begun(server, runs=True), [*range(8), *range(50, 54)]
+    slots = server.written(tokens, torch.arange(0))
+    server.allocator.free_swa(slots[: 2 * PAGE])
+    server.insert(tokens, slots, 0, 2 * PAGE)
+    server.check()
+    assert [node.swa_tombstone for node in chain(server.cache.root_node, tokens)] == [True, False]
+    assert is_free(server, slots[:8]) and not is_free(server, first.slots)
+
+
 def test_of_what_has_lost_its_windows_itself_the_rest_is_taken(version, monkeypatch):
     server = Server(version, monkeypatch, ours=True)
     first, tokens = begun(server, runs=True), [*range(8), *range(50, 54)]

@@ -82,6 +82,7 @@ def test_what_is_cached_of_a_retracted_request_is_not_freed(version, insert, mon
     length, freed = ended(version, monkeypatch, ours=True, insert=insert)
     assert (length, freed) == (CACHED + 1, set(range(CACHED // PAGE, COMMITTED // PAGE + 1)))
     assert ended(version, monkeypatch, ours=True, committed=CACHED)[0] == CACHED
+    assert ended(version, monkeypatch, ours=True, cached=PROMPT)[0] == PROMPT + 1, "what it owns is what is cached"
 
 
 @every_release()

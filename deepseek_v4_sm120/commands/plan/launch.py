@@ -40,6 +40,7 @@ DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 NOTICEABLE = 0.02  # of a step: less is not worth its copy's memory
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
 HALVES, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 23)
+DEALT = "dealt_streams"  # which has the same sums
 INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_0_5_17"
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
@@ -121,9 +122,15 @@ class Request:
 
     @property
     def may_halve(self) -> bool:
-        """Whether passes of a prompt's rows in graphs may go in halves: not where the user has said how they go."""
-        is_said = HALVES in self.also_set or self.prefill_graphs is not None
-        return self.gpus > 1 and self.version >= IN_GRAPHS_SINCE and not is_said and self.may_capture[0] > 0
+        """Whether passes of a prompt's rows in graphs may go in halves: not where the user has said how they go, or
+        something that keeps all of them whole."""
+        said = self.also_set
+        is_said = HALVES in said or self.prefill_graphs is not None
+        has_one_order = said.get("reproducible") == "on" and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
+        are_whole = self.shadow is not None or has_one_order
+        if is_said or are_whole or said.get(DEALT, "off") not in ("off", "0"):
+            return False
+        return self.gpus > 1 and self.version >= IN_GRAPHS_SINCE and self.may_capture[0] > 0
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ import torch
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe
-from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS
+from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS, ONE_ORDER_RANKS
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
@@ -207,7 +207,7 @@ def _left(theirs, group, why: str, found: Callable[[], dict] = dict):
     """SGLang's own object, and one line."""
     if settings().reproducible:
         theirs.disabled = True  # with --enable-deterministic-inference it would be, and NCCL adds by a tree
-        if torch.distributed.get_world_size(group) > 2:  # two terms have one order
+        if torch.distributed.get_world_size(group) > ONE_ORDER_RANKS:
             why += ". NOT REPRODUCIBLE: NCCL's order depends on the number of rows"
     if torch.distributed.get_rank(group) == 0:
         report.warn(f"deepseek_v4_sm120: {PATCH}: {why}")
@@ -333,8 +333,8 @@ class Communicator:
         return self._takes_all_rows and x.ndim == 2 and x.shape[0] > op.MAX_ROWS
 
     def may_be_nccls(self, x: torch.Tensor) -> bool:
-        """Whether NCCL may sum in place of ours: prompts' rows over two cards, as two terms have one order."""
-        return self._in_pieces(x) and self.sums.ranks == 2
+        """Whether NCCL may sum in place of ours: prompts' rows, over cards whose terms have one order."""
+        return self._in_pieces(x) and self.sums.ranks <= ONE_ORDER_RANKS
 
     def _ours(self, x: torch.Tensor) -> torch.Tensor:
         if not self._in_pieces(x):

@@ -31,7 +31,7 @@ class Trial:
 
     def next_way(self, group) -> str:
         """How the next pass goes. group: a process group of all ranks' CPUs."""
-        if self.decided is None and self.begun == len(ORDER) * (WARM + COUNTED):
+        if self.begun == len(ORDER) * (WARM + COUNTED):
             self._decide(group)
         self.begun += 1
         return self.decided or ORDER[(self.begun - 1) % len(ORDER)]

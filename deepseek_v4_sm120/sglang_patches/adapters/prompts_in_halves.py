@@ -38,6 +38,7 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.ops.all_reduce_sizes import ONE_ORDER_RANKS
 from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches.adapters import halves_trial as trial
@@ -323,7 +324,7 @@ def why_not_here(state) -> str | None:
     """What keeps all of a server's passes whole."""
     tp = state._TP
     return prompt_passes.first(
-        prompt_passes.of_sums(tp, ranks=2)  # two terms have one order
+        prompt_passes.of_sums(tp, ONE_ORDER_RANKS)
         | {f"what has the same sums ({_OTHER})": settings().choices.get(_OTHER, "off") not in ("off", "0")}
         | prompt_passes.of_server(state, tp, state._PP, "batches")
         | _of_experts()
