@@ -40,7 +40,10 @@ SETTINGS = {
     "buffers of 16 MB": {"NCCL_BUFFSIZE": str(16 << 20)},
     "8 channels, buffers of 16 MB": {"NCCL_MIN_NCHANNELS": "8", "NCCL_BUFFSIZE": str(16 << 20)},
     "8 channels, buffers of 1 MB": {"NCCL_MIN_NCHANNELS": "8", "NCCL_BUFFSIZE": str(1 << 20)},
-    "copy engines": {"NCCL_SHM_USE_CUDA_MEMCPY": "1"},  # of NCCL's way through host memory alone
+    # of its way through host memory alone: copy engines, whose memory it is, and by which allocator
+    "copy engines": {"NCCL_SHM_USE_CUDA_MEMCPY": "1"},
+    "the sender's memory": {"NCCL_SHM_LOCALITY": "1"},
+    "no cuMem host memory": {"NCCL_CUMEM_HOST_ENABLE": "0"},
 }
 
 

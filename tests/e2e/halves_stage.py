@@ -89,9 +89,8 @@ IMPLEMENTATIONS = {
 }
 
 
-def stages(make, timed, same, same4, text, sets, eagle, ours, no_peers, reproducible):
-    """timed, same, text: options of the kinds of engines, over two cards, same4 over four; eagle: EAGLE's."""
-    combined = _combined(make, same, text, sets, eagle, ours | no_peers, reproducible)
+def stages(make, timed, same, same4, sets, ours, no_peers):
+    """timed, same: options of the two kinds of engines, over two cards; same4: over four."""
     ours = ours | {experts_stage.VARIABLE: "wide"}
     tried = {VARIABLE: f"{SETTING}=on"}
     each, never = HALVED_PASSES, WHOLE_PASSES
@@ -122,7 +121,6 @@ def stages(make, timed, same, same4, text, sets, eagle, ours, no_peers, reproduc
             make(HALVED_GRAPHS4, in_graphs(ROWS, same4), environment=summed | each, takes_turns=True),
             make(CHUNKED_GRAPHS4, in_graphs(ROWS // 2, same4), environment=summed | never, takes_turns=True),
         ],
-        "halves2_combined": combined,
         "halves2_43": [
             make(
                 name,
@@ -136,9 +134,9 @@ def stages(make, timed, same, same4, text, sets, eagle, ours, no_peers, reproduc
     }
 
 
-def _combined(make, same, text, sets, eagle, environment, reproducible):
-    """In turn, as all that is asked of several cards."""
-    (one_order,) = reproducible.values()
+def combined(make, same, text, sets, eagle, environment, one_order):
+    """The engines of `halves2_combined`, in turn, as all that is asked of several cards. same, text: options of the two
+    kinds of engines; eagle: EAGLE's; one_order: the setting."""
     cases, graphs = [], captured(sets, ROWS)
     for name in COMBINED:
         options = [*same, "--radix"] if name.startswith("same") else [*text, *(() if name == PLAIN else eagle)]

@@ -399,12 +399,19 @@ STAGES = {
         [*SIDE_BY_SIDE, *TWO_CARDS],
         sums(2, *SAME, *SMALL_MODEL),
         sums(4, *SAME, *SMALL_MODEL),
+        sets,
+        EVERY_CALL,
+        NO_PEERS,
+    ),
+    # where every sum has one order: behind the prefix cache, of many prompts, and the text with EAGLE
+    "halves2_combined": halves_stage.combined(
+        Case,
+        sums(2, *SAME, *SMALL_MODEL),
         sums(2, *TEXT, *SMALL_MODEL),
         sets,
         eagle(3),
-        EVERY_CALL,
-        NO_PEERS,
-        REPRODUCIBLE,
+        EVERY_CALL | NO_PEERS,
+        REPRODUCIBLE["DSV4_SM120_SET"],
     ),
     # a prompt's streams, dealt to the cards and whole, likewise
     **streams_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),

@@ -93,8 +93,10 @@ class Request:
     def has_draft_head(self) -> bool:
         """Whether drafts guess with a copy of the head in E4M3: as the user says; else the model's own drafts, where a
         step reads noticeably less."""
-        if self.draft_head is not None or not self.could_have_draft_head or self.speculation.algorithm != EAGLE:
-            return bool(self.draft_head) and self.could_have_draft_head
+        if not self.could_have_draft_head:
+            return False
+        if self.draft_head is not None or self.speculation.algorithm != EAGLE:
+            return bool(self.draft_head)
         step = functools.partial(
             roofline.speculating_seconds,
             *(self.model, self.gpus, self.concurrency, min(self.context, 8192), self.speculation.rows - 1),
