@@ -96,11 +96,12 @@ class Engine:
             counted["prompts_in_halves"] = {"passes": passes, "rows": 8192 * passes, "whole": {}, "found": ways}
             counted["dealt_products"] = {"ranks": 2, "products": passes, "rows": 8 * passes}
             found = {name: counted[name] for name in asked if name in counted}
+            ranks = int(os.environ.get("FAKE_CARDS", 2)) if found else 1
             if as_sm120 := os.environ.get("E2E_AS_SM120"):  # by the plugin, which is on this process's path
                 kernel = os.environ.get("FAKE_KERNEL") or as_sm120.partition(",")[0]
                 assert any(path.endswith("sm120_plugin") for path in sys.path), sys.path
                 found |= {"experts_above_256_rows": {kernel: 32}}
-            for rank in range(int(os.environ.get("FAKE_CARDS", 2)) if found else 1):
+            for rank in range(ranks):
                 with open(f"{folder}/{os.getpid()}_{rank}.json", "w") as f:
                     json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": found}, f)
     def generate(self, input_ids, sampling_params, **more):
