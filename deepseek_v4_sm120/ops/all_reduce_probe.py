@@ -177,11 +177,11 @@ def start_ahead(program: Sequence[str] = PROGRAM) -> None:
 
 
 def _child(program: Sequence[str], asked: dict) -> Child:
-    child = _ahead.pop() if _ahead else None
-    if child is not None and child.is_there():
-        child.answer(asked)
-        return child
-    if child is not None:
+    if _ahead:
+        child = _ahead.pop()
+        if child.is_there():
+            child.answer(asked)
+            return child
         child.end()
     return Child([*program, json.dumps(asked)])
 

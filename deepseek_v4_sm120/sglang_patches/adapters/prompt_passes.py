@@ -17,6 +17,10 @@ from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import Communicator
 
 ONE_ORDER = "every sum has one order (reproducible=on)"
+COMPILED = "torch compiles the model"
+OTHER_CARDS = "not all cards of one host are served and seen by all ranks"
+# what a coordinator may sum with beside its custom kernels and NCCL
+_OTHERS = ("pynccl_comm", "qr_comm", "pymscclpp_comm", "torch_symm_mem_comm", "pcie_ipc_comm")
 
 
 def first(reasons: dict[str, bool]) -> str | None:
@@ -53,12 +57,6 @@ def of_groups(state, tp, pipeline) -> dict[str, bool]:
         "expert parallelism": state.get_moe_ep_group().world_size > 1,
         "decode context parallelism": decode_context is not None and decode_context.world_size > 1,
     }
-
-
-COMPILED = "torch compiles the model"
-OTHER_CARDS = "not all cards of one host are served and seen by all ranks"
-# what a coordinator may sum with beside its custom kernels and NCCL
-_OTHERS = ("pynccl_comm", "qr_comm", "pymscclpp_comm", "torch_symm_mem_comm", "pcie_ipc_comm")
 
 
 def is_for_nccl(coordinator, x: torch.Tensor, but: tuple[str, ...] = ()) -> bool:
