@@ -15,7 +15,6 @@ import argparse
 import functools
 import itertools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -170,9 +169,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    if not options.commit:
-        words = ["git", "-C", str(REPO), "rev-parse", "--short=12", "HEAD"]
-        options.commit = subprocess.run(words, text=True, capture_output=True, check=True).stdout.strip()
+    options.commit = options.commit or common.head()
     in_processes(options.ranks, measure, options)
 
 

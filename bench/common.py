@@ -11,6 +11,7 @@ import datetime
 import json
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -100,6 +101,12 @@ def gate(case: str, error: float, allowed: float, what: str = "relative error") 
     if not error <= allowed:
         raise SystemExit(f"{case}: {what} {error:.3g}, allowed {allowed:g}: not timed")
     return error
+
+
+def head() -> str:
+    """The commit of this checkout, for what is measured without our build."""
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(words, text=True, capture_output=True, check=True).stdout.strip()
 
 
 def total_memory() -> int:

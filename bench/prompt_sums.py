@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -108,9 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    if not options.commit:
-        words = ["git", "-C", str(REPO), "rev-parse", "--short=12", "HEAD"]
-        options.commit = subprocess.run(words, text=True, capture_output=True, check=True).stdout.strip()
+    options.commit = options.commit or common.head()
     report = common.Report("prompt_sums", options.commit, {})
     way = f"{options.ranks} cards, {'host memory' if options.no_peers else 'what NCCL finds'}"
     for name in options.only:

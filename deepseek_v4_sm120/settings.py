@@ -33,6 +33,7 @@ _ACCEPTED = {
 PREFIX, LIKE_OURS = "DSV4_SM120", 0.85  # of difflib's ratio, for what begins otherwise
 WORDS = {"all_reduce": ("host", "peer")}  # that a name of DSV4_SM120_SET takes besides
 MOST_DIGITS = 6  # of a number there
+NO = ("off", "0")  # what a name of it may have that leaves it out
 KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", PROFILE)
 
 
@@ -123,6 +124,11 @@ def read_choices(text: str) -> dict[str, str]:
         if choices.setdefault(name, value) != value:
             raise ValueError(f"DSV4_SM120_SET must say one thing of {name}; got {choices[name]} and {value}")
     return choices
+
+
+def asks_for(choices: Mapping[str, str], name: str) -> bool:
+    """Whether DSV4_SM120_SET asks for what is off unless somebody does."""
+    return choices.get(name, "off") not in NO
 
 
 @functools.cache

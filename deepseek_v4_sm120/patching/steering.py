@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 
 from deepseek_v4_sm120.patching.spec import VALUE, Default
-from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.settings import NO, Settings
 
 ON, OFF, USER, NOT_APPLICABLE = "ON", "OFF", "USER'S OWN", "NOT APPLICABLE"
 HANDOVER = "_DSV4_SM120_CHILD_ENVIRONMENT"  # JSON that a patched parent leaves for its children; no setting of users
@@ -57,7 +57,7 @@ class Steering:
             return Outcome(row.name, NOT_APPLICABLE, "DSV4_SM120=off")
         if row.name not in self.rows:
             return Outcome(row.name, NOT_APPLICABLE, f"for SGLang {row.sglang}")
-        if asked == "off" or asked == "0":
+        if asked in NO:
             return Outcome(row.name, OFF, "DSV4_SM120_SET")
         value = int(asked) if asked and asked.isdigit() else row.value
         if asked:

@@ -493,24 +493,30 @@ def test_what_is_asked_of_sglang_is_there(version, sglang_wheel, monkeypatch):
     assert [ast.unparse(one) for one in held.decorator_list] == ["dataclass"], "whose batch may be another"
 
 
+def capture_that_fails(sglang, coordinator, calls, made=lambda attend: attend):
+    """A runner behind a capture whose attention, as `made`, raises what comes behind so many calls."""
+    of_this_rank(coordinator)
+    model, seen = Model(sglang, Backend(), coordinator), []
+    runner = Runner(sglang, model, model.backend)
+
+    def attend(x, out, layer):
+        seen.append(layer)
+        if len(seen) > calls:
+            raise RuntimeError("the attention's own")
+        out.zero_()
+
+    model.attention = made(attend)
+    with pytest.raises(RuntimeError, match="the attention's own"):
+        runner.capture()
+    return runner, model.backend
+
+
 @every_release(FIRST)
 def test_an_error_between_breaks_is_the_captures(sglang, version):
     """Where a graph is under capture, which SGLang ends."""
 
     def body(coordinator):
-        of_this_rank(coordinator)
-        model = Model(sglang, Backend(), coordinator)
-        runner, passes = Runner(sglang, model, model.backend), []
-
-        def attend(x, out, layer):
-            passes.append(layer)
-            if len(passes) > 4 * LAYERS:
-                raise RuntimeError("a graph's own")
-            out.zero_()
-
-        model.attention = attend
-        with pytest.raises(RuntimeError, match="a graph's own"):
-            runner.capture()
+        capture_that_fails(sglang, coordinator, 4 * LAYERS)
         return is_capturing.get()
 
     assert Ranks(2).each(body) == [[False], [False]]
@@ -519,19 +525,8 @@ def test_an_error_between_breaks_is_the_captures(sglang, version):
 @every_release(FIRST)
 def test_an_error_of_a_half_is_the_captures(sglang, version):
     def body(coordinator):
-        of_this_rank(coordinator)
-        model = Model(sglang, Backend(), coordinator)
-        runner, calls = Runner(sglang, model, model.backend), []
-
-        def attend(x, out, layer):
-            calls.append(layer)
-            if len(calls) > 4 * LAYERS + 3:  # behind two passes and half of a layer
-                raise RuntimeError("a break's own")
-            out.zero_()
-
-        model.attention = sglang.eager_on_graph(True)(attend)
-        with pytest.raises(RuntimeError, match="a break's own"):
-            runner.capture()
-        return model.backend.forward_metadata is next(iter(runner.attn_metadata_buffers.values()))
+        calls = 4 * LAYERS + 3  # two passes and half of a layer
+        runner, backend = capture_that_fails(sglang, coordinator, calls, sglang.eager_on_graph(True))
+        return backend.forward_metadata is next(iter(runner.attn_metadata_buffers.values()))
 
     assert Ranks(2).each(body) == [True, True]

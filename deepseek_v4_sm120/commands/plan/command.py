@@ -246,7 +246,7 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
     if r.gpus == 1:
         return rows
     for streams in sorted({1, r.concurrency}):
-        context = min(r.context, 8192)
+        context = min(r.context, roofline.CONTEXT)
         is_flash = r.model.hidden == models.FLASH.hidden  # whose sums calibrate measures
         fast, nccl = (
             roofline.step_seconds(
@@ -270,12 +270,9 @@ def draft_rows(plan: Plan) -> list[tuple[str, ...]]:
     r, rows = plan.request, []
     if r.speculation is None or r.speculation.algorithm != EAGLE:
         return rows
-    context, before = min(r.context, 8192), None
-    head_bytes = 1.0 if r.has_draft_head else 2.0
+    before, draft_head = None, r.has_draft_head
     for drafts in range(MOST_DRAFTS + 1):
-        seconds = roofline.speculating_seconds(
-            r.model, r.gpus, r.concurrency, context, drafts, wo_a_bf16=r.wo_a_bf16, head_bytes=head_bytes
-        )
+        seconds = r.drafted_step_seconds(drafts, draft_head)
         share = None if before is None else roofline.pays_from(seconds / before, drafts)
         says = "-" if before is None else "never" if share is None else f"{share:.0%}"
         length = "-" if share is None or drafts == 1 else f"{sum(share**i for i in range(drafts)):.2f}"

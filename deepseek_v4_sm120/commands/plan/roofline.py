@@ -19,6 +19,7 @@ FAST_ALL_REDUCE_S = {2: 5e-6, 4: 7e-6, 8: 11e-6}
 NCCL_ALL_REDUCE_S = {2: 15e-6, 4: 21e-6, 8: 30e-6}
 # model.md section 19: measured step over ideal step, the better engines
 TYPICAL_OVER_IDEAL = 2.0
+CONTEXT = 8192  # tokens behind which a step is told, at most
 
 # (cards, streams) -> (tokens/s of all streams, whose), without speculation, short context, Flash with FP4 experts
 PUBLISHED = {

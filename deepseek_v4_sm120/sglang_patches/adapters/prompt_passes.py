@@ -14,7 +14,7 @@ import torch
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import Communicator
+from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import all_reduce_of
 
 ONE_ORDER = "every sum has one order (reproducible=on)"
 COMPILED = "torch compiles the model"
@@ -66,16 +66,16 @@ def is_for_nccl(coordinator, x: torch.Tensor, but: tuple[str, ...] = ()) -> bool
     by_flashinfer = getattr(coordinator, "_can_use_flashinfer_allreduce", None)  # 0.5.18 and later
     return (
         all(other is None or other.disabled for other in others)
-        and not _is_for_custom(coordinator.ca_comm, x)
+        and not _is_for_custom(coordinator, x)
         and not coordinator.is_symmetric_memory_enabled()
         and not (by_flashinfer is not None and by_flashinfer(x))
     )
 
 
-def _is_for_custom(custom, x: torch.Tensor) -> bool:
+def _is_for_custom(coordinator, x: torch.Tensor) -> bool:
+    custom, communicator = coordinator.ca_comm, all_reduce_of(coordinator)
     if custom is None or custom.disabled or not custom.should_custom_ar(x):
         return False
-    communicator = custom if isinstance(custom, Communicator) else None
     return communicator is None or not communicator.may_be_nccls(x)
 
 

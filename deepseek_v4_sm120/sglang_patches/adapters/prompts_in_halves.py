@@ -40,7 +40,7 @@ import torch
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops.all_reduce_sizes import ONE_ORDER_RANKS
 from deepseek_v4_sm120.ops.shared import cuda_tensors
-from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.settings import asks_for, settings
 from deepseek_v4_sm120.sglang_patches.adapters import halves_trial as trial
 from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE
@@ -325,7 +325,7 @@ def why_not_here(state) -> str | None:
     tp = state._TP
     return prompt_passes.first(
         prompt_passes.of_sums(tp, ONE_ORDER_RANKS)
-        | {f"what has the same sums ({_OTHER})": settings().choices.get(_OTHER, "off") not in ("off", "0")}
+        | {f"what has the same sums ({_OTHER})": asks_for(settings().choices, _OTHER)}
         | prompt_passes.of_server(state, tp, state._PP, "batches")
         | _of_experts()
     ) or (None if see_the_same_cards(tp.world_size) else prompt_passes.OTHER_CARDS)
