@@ -39,10 +39,10 @@ SETTINGS = {
     "buffers of 16 MB": {"NCCL_BUFFSIZE": str(16 << 20)},
     "8 channels, buffers of 16 MB": {"NCCL_MIN_NCHANNELS": "8", "NCCL_BUFFSIZE": str(16 << 20)},
     "8 channels, buffers of 1 MB": {"NCCL_MIN_NCHANNELS": "8", "NCCL_BUFFSIZE": str(1 << 20)},
-    # of its way through host memory alone: copy engines, whose memory it is, and by which allocator
-    "copy engines": {"NCCL_SHM_USE_CUDA_MEMCPY": "1"},
+    # of its way through host memory alone: whose memory it is, by which allocator, and copy engines
     "the sender's memory": {"NCCL_SHM_LOCALITY": "1"},
     "no cuMem host memory": {"NCCL_CUMEM_HOST_ENABLE": "0"},
+    "copy engines": {"NCCL_SHM_USE_CUDA_MEMCPY": "1"},
 }
 
 
@@ -118,8 +118,8 @@ def main() -> None:
             lines = [json.loads(line) for line in found.read_text().splitlines()]
         report.add(*(common.row(ISSUE, f"{way}, {what}", f"NCCL, {name}", "ms", value) for what, value in lines))
         print(common.table(("case", "ms"), [(what, f"{value:.3f}") for what, value in lines]), name, flush=True)
-    if options.out:
-        report.write(options.out)
+        if options.out:
+            report.write(options.out)  # a setting that NCCL hangs with leaves those before it
 
 
 if __name__ == "__main__":
