@@ -498,7 +498,7 @@ def published(out: Path) -> Iterator[Path]:
 def fill(folder: Path, interpreters: list[Interpreter], info: dict) -> None:
     """Copies what belongs into the artifact beside the library and the modules, and nothing else."""
     shutil.copyfile(REPO / "sitecustomize.py", folder / "sitecustomize.py")
-    for source in sorted([*PACKAGE.rglob("*.py"), PACKAGE / "sglang_patches/reviewed.json"]):
+    for source in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "sglang_patches").rglob("*.json")]):
         target = folder / source.relative_to(REPO)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)

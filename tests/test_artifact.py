@@ -19,6 +19,7 @@ import deepseek_v4_sm120
 
 REPO = Path(__file__).resolve().parent.parent
 ARTIFACT = REPO / "build"
+KNOWN = sorted(f"known_files/{p.name}" for p in (REPO / "deepseek_v4_sm120/sglang_patches/known_files").iterdir())
 PACKAGE = ARTIFACT / "deepseek_v4_sm120"
 DIST_INFO = f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info"
 ARCHS = {"120f", "90a"}
@@ -89,7 +90,7 @@ def test_only_what_belongs(info):
     assert {p.name for p in ARTIFACT.iterdir()} == {"sitecustomize.py", "deepseek_v4_sm120", DIST_INFO}
     modules = {f"deepseek_v4_sm120/{name}" for name in (info["library"], *info["pythons"].values())}
     sources = {str(p.relative_to(REPO)) for p in (REPO / "deepseek_v4_sm120").rglob("*.py")} | {"sitecustomize.py"}
-    sources |= {"deepseek_v4_sm120/sglang_patches/reviewed.json"}
+    sources |= {f"deepseek_v4_sm120/sglang_patches/{name}" for name in ("reviewed.json", *KNOWN)}
     extra = {"deepseek_v4_sm120/build_info.json"}
     dist = {f"{DIST_INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     assert {

@@ -70,6 +70,7 @@ class Engine:
         version_files = Sources()
         self.version = package_version(host, version_files)
         self.unparsable = version_files.problems  # sentences; what a target's file has is in the target's record
+        self.known = table.known(self.version)
         self.stand_ins = [s for s in table.stand_ins if self._is_known_in(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
         self.steering = Steering(table.defaults, settings, self._is_known_in, table.operators)
@@ -194,7 +195,8 @@ class Engine:
         return []
 
     def _look(self, where: str, expected: contract.Contract, caller: str | None) -> contract.Finding:
-        return contract.check(where, expected, caller, self.sources.parse)
+        known = self.known.finding(where, expected, caller, self.sources.digest)
+        return known or contract.check(where, expected, caller, self.sources.parse)
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
@@ -245,6 +247,7 @@ class Engine:
         self._tell()
         self.sources.forget()
         told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings + self.unparsable
+        told += [self.known.problem] if self.known.problem else []
         unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
         if unreviewed:
             told.append(

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepseek_v4_sm120.patching import import_hook
+from deepseek_v4_sm120.patching import import_hook, known_files
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Sources:
     def __init__(self, stand_ins: dict[str, str] | None = None):
         self._stand_ins = stand_ins or {}
         self._parsed: dict[str, Parsed | None] = {}
+        self._digests: dict[str, str | None] = {}
         self.problems: list[str] = []  # of what was parsed: one sentence a module
 
     def path(self, module: str) -> Path | None:
@@ -59,6 +60,16 @@ class Sources:
                 self.problems.append(f"{module} {self._parsed[module].problem}")
         return self._parsed[module]
 
+    def digest(self, module: str) -> str | None:
+        """Of the module's file as it lies there, None if there is none to be read. Each is read once."""
+        if module not in self._digests:
+            path = self.path(module)
+            try:
+                self._digests[module] = None if path is None else known_files.digest(path.read_bytes())
+            except OSError:  # who parses it says why
+                self._digests[module] = None
+        return self._digests[module]
+
     def read(self, module: str) -> str | None:
         """Source text of the module, None if it does not exist."""
         path = self.path(module)
@@ -67,6 +78,7 @@ class Sources:
     def forget(self) -> None:
         """Drop the trees, which are some megabytes each: whoever asks again pays again."""
         self._parsed.clear()
+        self._digests.clear()
 
     def _folders(self, top: str) -> list[str]:
         spec = import_hook.find_without_hooks(top)

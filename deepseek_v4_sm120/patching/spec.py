@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from deepseek_v4_sm120.patching import known_files
 from deepseek_v4_sm120.patching.contract import Contract
+from deepseek_v4_sm120.patching.known_files import KnownFiles
 from deepseek_v4_sm120.patching.ledger import Ledger
 
 MODES = ("sm120", "ops", "seams")  # normal use and the two validation switches (settings.Settings.mode)
@@ -128,6 +130,7 @@ class Table:
                process, while it resolves the arguments; in each worker, before it makes the layers. There a server is
                stopped that would have used a patch that does not fit
     reviewed   the definitions that a human read; anything else is applied as UNREVIEWED. Asked when an engine starts
+    known      version (None: the host does not tell one) -> what its files were found to be like
     """
 
     supported: str
@@ -136,6 +139,7 @@ class Table:
     resolved_at: str | None = None
     built_at: str | None = None
     reviewed: Callable[[], Ledger] = Ledger
+    known: Callable[[str | None], KnownFiles] = known_files.nothing
     stand_ins: tuple[StandIn, ...] = ()
     defaults: tuple[Default, ...] = ()
 

@@ -4,13 +4,13 @@ we change.
 
 Adding an operator: a Patch row here, an adapter in adapters/, an op in ops/; a fault of SGLang's, a module in fixes/.
 Reviewing a release: read what `python3 tests/patching/review.py RELEASE` shows, mend rows, adapters and fixes, then
-record it: reviewed.json.
+record it: reviewed.json and known_files/.
 """
 
 import functools
 from pathlib import Path
 
-from deepseek_v4_sm120.patching import ledger
+from deepseek_v4_sm120.patching import known_files, ledger
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
@@ -91,6 +91,7 @@ MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoE
 SHARED_ADD = "sglang.srt.models.deepseek_v2:maybe_fuse_routed_scale_and_shared_add"
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
 LEDGER = Path(__file__).with_name("reviewed.json")
+KNOWN_FILES = Path(__file__).with_name("known_files")
 
 SM120_KEYS = (
     "q",
@@ -545,6 +546,7 @@ TABLE = Table(
     resolved_at="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
     reviewed=functools.partial(ledger.read, LEDGER),
+    known=functools.partial(known_files.read, KNOWN_FILES),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_SAMPLING, REPRODUCIBLE_ARGUMENTS),

@@ -2,7 +2,7 @@
 
     python3 tests/patching/review.py RELEASE                      against the release before it in reviewed.json
     python3 tests/patching/review.py RELEASE --against RELEASE    against another one
-    python3 tests/patching/review.py RELEASE --record             write its digests to reviewed.json
+    python3 tests/patching/review.py RELEASE --record             write its digests to reviewed.json and known_files/
 
 Shows for every row of the table that is for RELEASE the unified diff of the definition, or that it is the same, new or
 gone; then what else calls it, is for the reader. Needs the package `packaging`, and PyPI for wheels not fetched before.
@@ -22,9 +22,9 @@ sys.path.insert(0, str(REPO))
 from packaging.specifiers import SpecifierSet  # noqa: E402
 from packaging.version import InvalidVersion, Version  # noqa: E402
 
-from deepseek_v4_sm120.patching import contract, ledger  # noqa: E402
+from deepseek_v4_sm120.patching import contract, known_files, ledger  # noqa: E402
 from deepseek_v4_sm120.patching.spec import Target  # noqa: E402
-from deepseek_v4_sm120.sglang_patches.table import LEDGER, TABLE  # noqa: E402
+from deepseek_v4_sm120.sglang_patches.table import KNOWN_FILES, LEDGER, TABLE  # noqa: E402
 from tests.patching.wheels import WheelSources, fetch  # noqa: E402
 
 STAND_INS = {s.name: s for s in TABLE.stand_ins}
@@ -66,6 +66,25 @@ def digests(release: str, known: dict[str, str]) -> tuple[dict[str, str], list[s
     return found, problems
 
 
+def known(release: str) -> dict:
+    """What known_files/ has of a release: every row that fits, but for what is in other wheels and in files of ours."""
+    read, fits, files = sources(release), {}, {}
+    for target in (t for patch in TABLE.patches for t in patch.targets if is_for(t.sglang, release)):
+        modules: set[str] = set()
+
+        def parse(module: str, modules=modules):
+            modules.add(module)
+            return read.parse(module)
+
+        finding = contract.check(target.where, target.contract, target.caller, parse)
+        digests = {module: read.file_digest(module) for module in modules}
+        if finding.problem is None and all(digests.values()):
+            key = known_files.question(target.where, target.contract, target.caller)
+            fits[key] = " ".join((finding.digest, *sorted(modules)))
+            files |= digests
+    return {"files": dict(sorted(files.items())), "fits": dict(sorted(fits.items()))}
+
+
 def source_of(target: Target, release: str) -> list[str] | None:
     """The definition's lines as ast writes them, so that formatting and comments make no difference."""
     node, _ = contract.definition(target.module, target.qualname, target.contract, sources(release).parse)
@@ -85,11 +104,14 @@ def show(release: str, against: str) -> None:
 
 
 def record(release: str) -> list[str]:
-    """Write the release's digests to reviewed.json, in the order of releases; the rows that do not fit."""
+    """Write the release's digests to reviewed.json, in the order of releases, and what is known of its files; the rows
+    that do not fit."""
     releases = {name: dict(known) for name, known in ledger.read(LEDGER).releases.items()}
     releases[release], problems = digests(release, releases.get(release, {}))
     ordered = {name: dict(sorted(releases[name].items())) for name in sorted(releases, key=Version)}
     LEDGER.write_text(json.dumps(ordered, indent=1) + "\n")
+    KNOWN_FILES.mkdir(exist_ok=True)
+    (KNOWN_FILES / f"{release}.json").write_text(json.dumps(known(release), indent=1) + "\n")
     return problems
 
 

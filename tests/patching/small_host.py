@@ -2,12 +2,14 @@
 
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters, check
 from deepseek_v4_sm120.patching.engine import Engine
+from deepseek_v4_sm120.patching.known_files import KnownFiles
 from deepseek_v4_sm120.patching.ledger import Ledger
 from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import Patch, Table, Target
 from deepseek_v4_sm120.settings import Settings
 
 FUNCTION = "def f(**kwargs):\n    return kwargs['a'] + kwargs.get('b', 0)\n"
+NOTHING = KnownFiles()
 HOST = {
     "eng_host/__init__.py": "",
     "eng_host/_version.py": "__version__ = '1.2.0'\n",
@@ -61,12 +63,12 @@ def function_target(**changes):
     return Target(**{**given, **changes})
 
 
-def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), **patch):
+def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING, **patch):
     patches = (Patch(name="job", why="test", targets=targets or (function_target(),), retire="never", **patch),)
-    return start_engine(patches, settings, start, supported=supported, stand_ins=stand_ins)
+    return start_engine(patches, settings, start, supported=supported, stand_ins=stand_ins, known=known)
 
 
-def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_ins=()):
+def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING):
     ledger = Ledger({"1.2.0": {"eng_host.kernels:f": digest()}})
     table = Table(
         supported=supported,
@@ -76,6 +78,7 @@ def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_i
         resolved_at="eng_host.arguments:resolve",
         built_at="eng_host.model:Model.__init__",
         reviewed=lambda: ledger,
+        known=lambda version: known,
     )
     engine = Engine(table, host="eng_host", settings=settings or Settings())
     if start:

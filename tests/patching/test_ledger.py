@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deepseek_v4_sm120.patching import ledger
-from deepseek_v4_sm120.sglang_patches.table import LEDGER, TABLE
+from deepseek_v4_sm120.sglang_patches.table import KNOWN_FILES, LEDGER, TABLE
 from tests.patching import release_table, review
 from tests.patching.wheels import RELEASES
 
@@ -55,9 +55,11 @@ def test_a_review_shows_what_changed_and_records_it(tmp_path, monkeypatch, capsy
     known = json.loads(LEDGER.read_text())
     copy.write_text(json.dumps({name: found for name, found in known.items() if name != "0.5.16"}))
     monkeypatch.setattr(review, "LEDGER", copy)
+    monkeypatch.setattr(review, "KNOWN_FILES", tmp_path / "known")
     assert review.main(["0.5.16", "--record"]) == 0
     assert json.loads(copy.read_text()) == known and list(json.loads(copy.read_text())) == list(RELEASES)
     assert copy.read_text() == LEDGER.read_text()
+    assert (tmp_path / "known/0.5.16.json").read_text() == (KNOWN_FILES / "0.5.16.json").read_text()
 
 
 @pytest.mark.parametrize("arguments", [["later"], ["0.5.12"]])

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from deepseek_v4_sm120.patching import contract, ledger
+from deepseek_v4_sm120.patching import contract, known_files, ledger
 from deepseek_v4_sm120.patching.sources import Parsed, parse
 from deepseek_v4_sm120.sglang_patches.table import LEDGER
 
@@ -147,6 +147,16 @@ class WheelSources:
         if path is None:
             return None
         return parse(path.read_bytes()) if path.is_absolute() else parsed(self.wheel, str(path))
+
+    def digest(self, module: str) -> str | None:
+        """None: an engine that asks a wheel shall parse it, whatever known_files/ has (`file_digest`)."""
+        return None
+
+    def file_digest(self, module: str) -> str | None:
+        """Of the file as a wheel has it; none of ours, which are in no wheel."""
+        path = self.path(module)
+        is_in_it = path is not None and not path.is_absolute()
+        return known_files.digest(archive(self.wheel).read(str(path))) if is_in_it else None
 
     def read(self, module: str) -> str | None:
         path = self.path(module)
