@@ -382,9 +382,9 @@ def test_the_plans_choices_are_added_to_the_users_own():
     serve.add_arguments(parser)
     plan = launch.make(plan_command.request_of(parser.parse_args(words)))
     for own, wanted in (
-        (None, "prefill_graphs=on"),
-        ("unpadded_heads=off", "prefill_graphs=on,unpadded_heads=off"),
-        ("prefill_graphs=off,topk_v2=on", "prefill_graphs=off,topk_v2=on"),
+        (None, "prefill_graphs=on,dealt_products=on"),
+        ("unpadded_heads=off", "prefill_graphs=on,dealt_products=on,unpadded_heads=off"),
+        ("prefill_graphs=off,topk_v2=on", "prefill_graphs=off,dealt_products=on,topk_v2=on"),
     ):
         added = serve.environment(plan, {} if own is None else {"DSV4_SM120_SET": own}, None)
         assert added["DSV4_SM120_SET"] == wanted

@@ -109,7 +109,7 @@ def test_the_drafts_head_is_counted_once_a_server_drafts(monkeypatch):
     assert asked.draft_head is True and asked.replaced == OPS
     assert {f.name: f.value for f in launch.make(asked).environment}[
         "DSV4_SM120_SET"
-    ] == "draft_head=on,prefill_graphs=on"
+    ] == "draft_head=on,prefill_graphs=on,dealt_products=on"
 
 
 def arguments(**given):
@@ -309,10 +309,9 @@ def test_flags_that_this_version_knows(version):
     assert ("--prefill-decode-interval" in found) == (version in ("0.5.19", "0.5.20", "0.5.23"))
     assert ("--moe-runner-backend" in found) == (version == "0.5.12")
     environment = {flag.name: flag.value for flag in plan.environment}
-    set_here = {"0.5.17": ["prefill_decode_interval_0_5_17"], "0.5.23": ["prefill_graphs"]}  # the others know neither
-    assert [one.split("=")[0] for one in environment.get("DSV4_SM120_SET", "").split(",") if one] == set_here.get(
-        version, []
-    )
+    set_here = {"0.5.12": [], "0.5.17": ["prefill_decode_interval_0_5_17"], "0.5.23": ["prefill_graphs"]}
+    expected = set_here.get(version, []) + ["dealt_products"] * (version != "0.5.12")
+    assert [one.split("=")[0] for one in environment.get("DSV4_SM120_SET", "").split(",") if one] == expected
     assert found["--max-running-requests"] == "8" and all(flag.reason for flag in plan.flags)
     assert found["--chunked-prefill-size"] in ("4096", "2048", "1024")
 

@@ -6,7 +6,7 @@ from packaging.specifiers import SpecifierSet
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
-from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
+from deepseek_v4_sm120.commands.plan import choices, command, launch, memory, models, roofline
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 from deepseek_v4_sm120.sglang_patches.table import PREFILL_GRAPHS as GRAPHS
 from tests.test_plan import MTP, request
@@ -80,7 +80,7 @@ def test_which_passes_of_prompts_may_be_in_graphs(changes, rows):
 
 def test_prefill_graphs_are_planned_for_the_releases_that_are_patched():
     first = {t.replacement.rpartition(":")[2]: min(s.version for s in SpecifierSet(t.sglang)) for t in GRAPHS.targets}
-    since = [".".join(map(str, version)) for version in (launch.PREFILL_GRAPHS_SINCE, launch.WITH_MTP_SINCE)]
+    since = [".".join(map(str, version)) for version in (choices.PREFILL_GRAPHS_SINCE, choices.WITH_MTP_SINCE)]
     assert [min(first.values()), first["replace_with_mtp"]] == since
 
 
@@ -132,6 +132,35 @@ def test_whoever_could_have_one_is_told(changes, told):
     assert len(notes) == told and all("0.28 GB a card" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    "changes, deals",
+    [
+        ({}, True),
+        ({"sglang": "0.5.14"}, True),
+        ({"sglang": "0.5.13"}, False),
+        *(({"gpus": gpus}, False) for gpus in (1, 4, 8)),  # none of which has run it
+        ({"concurrency": 32, "speculation": None}, True),
+        ({"concurrency": 33, "speculation": None}, False),
+        ({"concurrency": 16}, True),  # of two rows each
+        ({"concurrency": 17}, False),
+        *(({"replaced": tuple(op for op in OPS if op != name)}, False) for name in choices.DEALT_BY),
+        ({"also_set": {"dealt_products": "off"}}, False),
+        ({"also_set": {"dealt_products": "on"}}, False),  # it is set anyway
+        ({"also_set": {"reproducible": "on"}}, True),
+        ({"also_set": {"reproducible": "on"}, "sglang": "0.5.19"}, False),
+        ({"also_set": {"reproducible": "on"}, "sglang": "0.5.20"}, True),
+        ({"also_set": {"reproducible": "off"}, "sglang": "0.5.19"}, True),
+        ({"off": True}, False),
+    ],
+)
+def test_who_deals_the_compressors_products(changes, deals):
+    said = [f for f in launch.make(request(**{"gpus": 2} | changes)).environment if f.name == "DSV4_SM120_SET"]
+    set_ = [one for flag in said for one in flag.value.split(",") if one.startswith("dealt_products")]
+    asked = changes.get("also_set", {}).get("dealt_products")
+    assert set_ == ([f"dealt_products={asked}"] if asked else ["dealt_products=on"] * deals)
+    assert ("3.67 ms a step for 3.70 on two H200" in " ".join(flag.reason for flag in said)) is deals
+
+
 def test_the_bounds_of_a_request_are_taken():
     most = models.FLASH.max_context
     for changes in ({"context": 1024}, {"context": most}, {"concurrency": 1}, {"concurrency": launch.MOST_STREAMS}):
@@ -180,9 +209,9 @@ def test_an_interval_that_the_user_has_set_is_not_set_again():
     def said(**given):
         found = launch.make(request(sglang="0.5.17", speculation=None, **given)).environment
         words = next((flag.value for flag in found if flag.name == "DSV4_SM120_SET"), "").split(",")
-        return [word.partition("=")[2] for word in words if word.startswith(launch.INTERVAL_0_5_17)]
+        return [word.partition("=")[2] for word in words if word.startswith(choices.INTERVAL_0_5_17)]
 
-    assert len(said()) == 1 and said(also_set={launch.INTERVAL_0_5_17: "4"}) == ["4"]
+    assert len(said()) == 1 and said(also_set={choices.INTERVAL_0_5_17: "4"}) == ["4"]
     assert said(concurrency=1) == [], "nobody else decodes"
 
 

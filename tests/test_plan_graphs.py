@@ -9,6 +9,8 @@ from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 from tests.test_plan import MTP, arguments, request
 
+DEALT = ",dealt_products=on"  # on two cards
+
 
 def planned_graphs(**changes):
     """(plan, rows in graphs at most, their bytes, what DSV4_SM120_SET says)"""
@@ -33,11 +35,13 @@ def test_what_prefill_graphs_hold_is_what_sglang_said_that_it_captured():
 
 def test_prefill_graphs_are_planned_where_they_serve_and_their_memory_is_kept_free():
     plan, rows, held, said = planned_graphs()
-    assert (rows, said) == (1024, "prefill_graphs=on") and 0.9e9 < held < 1.3e9
+    assert (rows, said) == (1024, f"prefill_graphs=on{DEALT}") and 0.9e9 < held < 1.3e9
     assert plan.fits and not plan.is_tight and plan.left_free > plan.off_by > held * memory.ESTIMATE_OFF_BY
     assert any("68 ms for 173" in flag.reason for flag in plan.environment)
     plan, rows, held, said = planned_graphs(speculation=MTP)
-    assert (rows, said) == (1024, "prefill_graphs=on") and 0.9e9 < held < 1.3e9 and plan.fits and not plan.is_tight
+    assert (
+        (rows, said) == (1024, f"prefill_graphs=on{DEALT}") and 0.9e9 < held < 1.3e9 and plan.fits and not plan.is_tight
+    )
     assert any("107 ms for 206" in flag.reason for flag in plan.environment)
     for changes in (
         {"speculation": MTP, "sglang": "0.5.22"},
@@ -85,10 +89,13 @@ def test_one_stream_gives_spare_capacity_for_prefill_graphs():
     halves, and what is left; or those that are usual, where the user says that nothing goes in halves."""
     given = {"speculation": MTP, "context": 131_072, "concurrency": 1, "sglang": "0.5.23"}
     (plan, rows, _, said), (left_out, *_) = (planned_graphs(**given, prefill_graphs=word) for word in (None, 0))
-    assert (rows, said) == (8192, "draft_head=on,prefill_graphs=8192,prompts_in_halves=2048") and plan.chunk == 8192
+    assert (rows, said) == (
+        8192,
+        f"draft_head=on,prefill_graphs=8192,prompts_in_halves=2048{DEALT}",
+    ) and plan.chunk == 8192
     assert 2 * 131_072 <= plan.tokens < left_out.tokens
     whole, rows, _, said = planned_graphs(**given, also_set={"prompts_in_halves": "off"})
-    assert (rows, said) == (2048, "draft_head=on,prompts_in_halves=off,prefill_graphs=2048")
+    assert (rows, said) == (2048, f"draft_head=on,prompts_in_halves=off,prefill_graphs=2048{DEALT}")
     assert max(14 * 131_072, plan.tokens) < whole.tokens < left_out.tokens
     assert plan.left_free > plan.off_by and not any("has no room" in note for note in plan.notes)
 
@@ -137,10 +144,10 @@ def test_cards_that_share_a_pass_capture_more_rows_of_it_where_nobody_misses_the
     """The host takes as long for a pass on one card as on four, which have a quarter of its work each."""
     few = {"gpus": gpus, "context": 131_072, "concurrency": 2, "sglang": "0.5.23"}
     plan, captured, held, said = planned_graphs(**few)
-    halves = ",prompts_in_halves=2048" if rows >= 4096 else ""
-    assert (captured, said) == (rows, f"prefill_graphs={rows}{halves}") and captured <= plan.chunk
+    halves, dealt = ",prompts_in_halves=2048" if rows >= 4096 else "", DEALT if gpus == 2 else ""
+    assert (captured, said) == (rows, f"prefill_graphs={rows}{halves}{dealt}") and captured <= plan.chunk
     older, captured, _, said = planned_graphs(**few | {"sglang": "0.5.22"})
-    assert (captured, said) == (rows, f"prefill_graphs={rows}"), "in graphs from 0.5.23 on"
+    assert (captured, said) == (rows, f"prefill_graphs={rows}{dealt}"), "in graphs from 0.5.23 on"
     assert held > planned_graphs(**few, prefill_graphs=1024)[2] and plan.tokens >= 2 * 2 * 131_072
     assert any(seen in flag.reason for flag in plan.environment)
     many = few | {"concurrency": 64, "context": 1 << 20}
@@ -155,9 +162,9 @@ def test_the_users_own_word_on_prefill_graphs_stands(monkeypatch):
         return plan.captured, {f.name: f.value for f in plan.environment}["DSV4_SM120_SET"]
 
     interval = next(word for word in asked({})[1].split(",") if word.startswith("prefill_decode"))
-    assert asked({}) == (1024, f"{interval},prefill_graphs=on")
-    assert asked({"prefill_graphs": "off"}) == (0, f"{interval},prefill_graphs=off")
-    assert asked({"prefill_graphs": "2048"}) == (2048, f"{interval},prefill_graphs=2048")
+    assert asked({}) == (1024, f"{interval},prefill_graphs=on{DEALT}")
+    assert asked({"prefill_graphs": "off"}) == (0, f"{interval},prefill_graphs=off{DEALT}")
+    assert asked({"prefill_graphs": "2048"}) == (2048, f"{interval},prefill_graphs=2048{DEALT}")
     larger = planned_graphs(prefill_graphs=8192, concurrency=8)
     assert larger[0].chunk <= 4096 and larger[1] == 8192, "SGLang captures as much, whatever the chunk"
-    assert asked({"prefill_graphs": "on", "mhc": "off"}) == (1024, f"mhc=off,{interval},prefill_graphs=on")
+    assert asked({"prefill_graphs": "on", "mhc": "off"}) == (1024, f"mhc=off,{interval},prefill_graphs=on{DEALT}")

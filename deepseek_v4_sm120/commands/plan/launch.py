@@ -14,7 +14,7 @@ from pathlib import Path
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
-from deepseek_v4_sm120.commands.plan import memory, roofline
+from deepseek_v4_sm120.commands.plan import choices, memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8, Model
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, TEXT, Speculation, advise, refuse_if_unsafe
 from deepseek_v4_sm120.ops import all_reduce_sizes
@@ -37,12 +37,7 @@ BUILT = '"$PWD/build/deepseek_v4_sm120/.."'  # of another folder than build/ Doc
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
 EXPERTS = "mxfp4_moe"
-DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 NOTICEABLE = 0.02  # of a step: less is not worth its copy's memory
-PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
-HALVES, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 23)
-DEALT = "dealt_streams"  # which has the same sums
-INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_0_5_17"
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
 
@@ -88,7 +83,7 @@ class Request:
 
     @property
     def could_have_draft_head(self) -> bool:
-        return "fp8_linear" in self.replaced and self.rows > 0 and self.version >= DRAFT_HEAD_SINCE
+        return "fp8_linear" in self.replaced and self.rows > 0 and self.version >= choices.DRAFT_HEAD_SINCE
 
     @property
     def has_draft_head(self) -> bool:
@@ -117,7 +112,7 @@ class Request:
     def may_capture(self) -> tuple[int, ...]:
         """Rows of a prompt's pass in graphs at most, the wish first; 0: none. Of speculation beside the model's own
         drafts alone, which are in no graph then."""
-        since = PREFILL_GRAPHS_SINCE if self.speculation is None else WITH_MTP_SINCE
+        since = choices.PREFILL_GRAPHS_SINCE if self.speculation is None else choices.WITH_MTP_SINCE
         has_others = self.speculation is not None and self.speculation.algorithm != EAGLE
         if self.version < since or has_others or "index_select" not in self.replaced:
             return (0,)
@@ -130,12 +125,12 @@ class Request:
         """Whether passes of a prompt's rows in graphs may go in halves: not where the user has said how they go, or
         something that keeps all of them whole."""
         said = self.also_set
-        is_said = HALVES in said or self.prefill_graphs is not None
+        is_said = choices.HALVES in said or self.prefill_graphs is not None
         has_one_order = said.get("reproducible") == "on" and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
         are_whole = self.shadow is not None or has_one_order
-        if is_said or are_whole or asks_for(said, DEALT):
+        if is_said or are_whole or asks_for(said, choices.DEALT_STREAMS):
             return False
-        return self.gpus > 1 and self.version >= IN_GRAPHS_SINCE and self.may_capture[0] > 0
+        return self.gpus > 1 and self.version >= choices.IN_GRAPHS_SINCE and self.may_capture[0] > 0
 
 
 @dataclass(frozen=True)
@@ -260,7 +255,7 @@ def make(request: Request) -> Plan:
     plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk, rows in wishes])
     if not plan.fits:  # with what the estimates may be short by kept free; without, it may
         plan = _best([_sized(request, chunk, may_capture[-1], with_errors=False) for chunk in chunks])
-    plan.interval = 0 if INTERVAL in request.also_set else _interval(request, plan.chunk)
+    plan.interval = 0 if choices.INTERVAL in request.also_set else _interval(request, plan.chunk)
     _flags(plan)
     return plan
 
@@ -359,8 +354,8 @@ def _flags(plan: Plan) -> None:
     env(Flag("DSV4_SM120_REPORT", "/tmp/dsv4", "what each process applied, for `status` and `doctor`"))
     if r.off:
         env(Flag("DSV4_SM120", "off", "as in your environment: nothing is replaced"))
-    elif settings := _settings(plan):
-        values, reasons = zip(*settings, strict=True)
+    elif chosen := choices.of(plan, _interval_reason(plan) if _is_interval_a_choice(plan) else None):
+        values, reasons = zip(*chosen, strict=True)
         env(Flag("DSV4_SM120_SET", ",".join(values), "; ".join(dict.fromkeys(reasons))))
     if r.shadow is not None:
         env(Flag("DSV4_SM120_SHADOW", r.shadow, "as in your environment: SGLang's own beside ours, to compare them"))
@@ -369,41 +364,6 @@ def _flags(plan: Plan) -> None:
     if m.expert_format == FP8:
         env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
     _notes(plan)
-
-
-def _settings(plan: Plan) -> list[tuple[str, str]]:
-    """Of DSV4_SM120_SET: what is set, and why."""
-    r, yours = plan.request, "as in your environment"
-    found = [(f"{name}=off", yours) for name in r.switched_off]
-    if r.draft_head is not None:
-        found.append((f"{DRAFT_HEAD}={'on' if r.draft_head else 'off'}", yours))
-    elif r.has_draft_head:
-        found.append((f"{DRAFT_HEAD}=on", "a guess reads half of the head's bytes; the text is the model's own"))
-    found += [(f"{name}={value}", yours) for name, value in r.also_set.items()]
-    if plan.interval and r.version == (0, 5, 17) and INTERVAL_0_5_17 not in r.also_set:
-        found.append((f"{INTERVAL_0_5_17}={plan.interval}", _interval_reason(plan)))
-    if r.prefill_graphs is not None:
-        found.append((f"{PREFILL_GRAPHS}={_captured(r.prefill_graphs)}", yours))
-    elif plan.captured:
-        reason = f"prompts of up to {plan.captured:,} new tokens wait for their launches: {_graphs_seen(r)}"
-        found.append((f"{PREFILL_GRAPHS}={_captured(plan.captured)}", reason))
-    if plan.halves:
-        seen = "a chunk 397 ms for 550 on two H200 through host memory"
-        found.append(
-            (f"{HALVES}={HALF_ROWS}", f"chunks in halves, the sums of one beside the other's products: {seen}")
-        )
-    return found
-
-
-def _captured(rows: int) -> str:
-    return {0: "off", CAPTURED_ROWS: "on"}.get(rows, str(rows))
-
-
-def _graphs_seen(r: Request) -> str:
-    """What graphs made of 1,024 tokens where it was measured, of the kind of server that is nearest."""
-    if r.speculation is not None:
-        return "107 ms for 206, beside EAGLE, on an H200"
-    return {1: "99 ms for 147 on an H200", 2: "68 ms for 173 on two H200"}.get(r.gpus, "75 ms for 356 on four H100")
 
 
 def _speculation(plan: Plan) -> None:
@@ -442,13 +402,18 @@ def _interval_reason(plan: Plan) -> str:
     return f"{plan.interval} decode steps after each chunk: decode keeps about {decode / (1 + decode):.0%} of the time"
 
 
+def _is_interval_a_choice(plan: Plan) -> bool:
+    r = plan.request
+    return plan.interval > 0 and r.version == (0, 5, 17) and choices.INTERVAL_0_5_17 not in r.also_set
+
+
 def _interleaving(plan: Plan) -> None:
     r, n = plan.request, plan.interval
     if n == 0:
         return
     if r.version >= (0, 5, 19):
         plan.flags.append(Flag("--prefill-decode-interval", str(n), _interval_reason(plan)))
-    elif r.version != (0, 5, 17):  # of which _settings has it
+    elif r.version != (0, 5, 17):
         plan.notes.append(
             f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until "
             "it is read. 0.5.19 and later have one"
@@ -489,9 +454,9 @@ def _notes(plan: Plan) -> None:
         held = memory.draft_head_bytes(r.model, r.gpus, r.concurrency * r.rows) / 1e9
         copy = f"a copy of the head in E4M3, {held:.2f} GB a card: no checkpoint's acceptance was looked at"
         plan.notes.append(
-            f"drafts guess with {copy}; compare SGLang's accept len with DSV4_SM120_SET={DRAFT_HEAD}=off"
+            f"drafts guess with {copy}; compare SGLang's accept len with DSV4_SM120_SET={choices.DRAFT_HEAD}=off"
             if r.has_draft_head
-            else f"each guess reads the whole head in bf16; DSV4_SM120_SET={DRAFT_HEAD}=on gives drafts {copy}"
+            else f"each guess reads the whole head in bf16; DSV4_SM120_SET={choices.DRAFT_HEAD}=on gives drafts {copy}"
         )
     if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(
