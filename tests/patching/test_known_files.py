@@ -1,6 +1,8 @@
 """What is known of releases' own files (known_files/): it is what parsing finds, and when it may stand for that."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -83,12 +85,18 @@ def test_what_does_not_fit_any_more_is_found(host, said):
     assert states(engine) == [BROKEN] and "missing b; unexpected c" in engine.records[0].reason
 
 
-def test_a_file_that_is_gone_or_cannot_be_read_is_not_known(host, tmp_path):
+def test_a_file_that_is_gone_or_cannot_be_read_is_not_known(host, monkeypatch):
     host({"eng_host/caller.py": None})
+    assert "there is no module eng_host.caller" in make(known=known_of(), start=False).survey()[0].reason
+    host()
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
     engine = make(known=known_of(), start=False)
-    assert "there is no module eng_host.caller" in engine.survey()[0].reason
-    (tmp_path / "eng_host/caller.py").mkdir()
-    assert engine.sources.digest("eng_host.caller") is None
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert engine.sources.digest("eng_host.kernels") is None
+    assert "eng_host.kernels cannot be read: Permission denied" in engine.survey()[0].reason
 
 
 def test_each_file_is_read_once_until_it_is_forgotten(host, tmp_path):
