@@ -106,6 +106,12 @@ def test_who_has_a_draft_head(changes, has):
     assert request(**{"draft_head": True} | changes).has_draft_head is has
 
 
+@pytest.mark.parametrize("said, word", [(True, "on"), (False, "off")])
+def test_the_users_own_word_on_the_drafts_head_stands(said, word):
+    (flag,) = (f for f in launch.make(request(draft_head=said)).environment if f.name == "DSV4_SM120_SET")
+    assert flag.value.split(",")[0] == f"draft_head={word}" and flag.reason.startswith(choices.YOURS)
+
+
 def test_a_draft_head_that_nobody_asked_for_is_told():
     plan = launch.make(request(concurrency=1))
     (note,) = [note for note in plan.notes if "copy of the head in E4M3" in note]
