@@ -2,7 +2,8 @@
 
 Drivers report peers that move nothing, copies that work where a kernel's stores do not, and some boards hang. So each
 rank starts a process of its own (all_reduce_probe_child.py): what goes wrong there costs no server its CUDA context.
-Most of its time is the import of torch, so who knows early that there will be a probe starts it ahead.
+Most of its time is the import of torch, so who knows early that there will be a probe starts it ahead
+(all_reduce_probe_process.py).
 The ranks pass on what their processes say to each other, and agree: a way is taken where it was right on all ranks, the
 faster of two; where none was, the sums stay SGLang's. Where peers were tried and failed, nothing of SGLang's own may
 sum by them either. No wait is without an end.
@@ -10,24 +11,17 @@ sum by them either. No wait is without an end.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from deepseek_v4_sm120.ops.all_reduce import TRANSPORTS, Gather
+from deepseek_v4_sm120.ops.all_reduce_probe_process import FAILED, FOUND, GATHER, PROGRAM, Child, asked_of
 
 ROWS = (1, 8, 64)  # of the calls that are timed, each of which counts as much as the others
-PROGRAM = (sys.executable, "-m", "deepseek_v4_sm120.ops.all_reduce_probe_child")
-START_S, STEP_S, WHOLE_S, END_S = 60.0, 20.0, 120.0, 5.0
-ASKED_S = 120.0  # that a process which was started ahead waits to be asked
+START_S, STEP_S, WHOLE_S = 60.0, 20.0, 120.0
 WORDS = {"peer": "each other's memory", "host": "host memory"}
 CHOSEN = "chosen by the user, the only one tried"
 REMEDY = (
@@ -36,7 +30,6 @@ REMEDY = (
 )
 NCCL_P2P = "NCCL_P2P_DISABLE"
 NCCL_TOO = f"{NCCL_P2P}=1 now, for NCCL goes by peers too where it can; then "
-GATHER, FOUND, FAILED = "gather", "found", "failed"  # kinds of a message from a process
 
 
 @dataclass(frozen=True)
@@ -108,84 +101,6 @@ def _times(way: Way) -> str:
     return ", ".join(f"{us:.1f} us ({rows} row{'s' if rows > 1 else ''})" for rows, us in way.us.items())
 
 
-class Child:
-    """A process of the probe, and what it says. Whatever becomes of it is said by `next`: the other ranks wait. One
-    whose words do not say what is asked waits for that (`answer`)."""
-
-    def __init__(self, words: Sequence[str]):
-        package = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        self.connection, self._said, self._process, self._problem = None, None, None, None
-        try:
-            self.connection, theirs = multiprocessing.Pipe()
-            self._said = os.fdopen(os.memfd_create("all_reduce probe"), "w+b")
-            with theirs:
-                self._process = subprocess.Popen(
-                    [*words, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._said,
-                    stderr=self._said,
-                    env=os.environ | {"DSV4_SM120": "off", "PYTHONPATH": path},
-                )
-        except OSError as error:
-            self._problem = f"its probe does not start: {error}"
-
-    def next(self, seconds: float) -> tuple[str, object]:
-        """(kind, value); FAILED where nothing comes."""
-        if self._problem is not None:
-            return FAILED, self._problem
-        try:
-            if self.connection.poll(max(0.0, seconds)):
-                return self.connection.recv()
-        except (EOFError, ConnectionError):
-            return FAILED, f"its probe ended: {self._last_words()}"
-        return FAILED, f"its probe said nothing for {seconds:.0f} s"
-
-    def is_there(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def answer(self, value) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended, and `next` says so
-            self.connection.send(value)
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one in the driver ends when that lets it go
-                self._process.wait(END_S)
-        for opened in filter(None, (self.connection, self._said)):
-            opened.close()
-
-    def _last_words(self) -> str:
-        status = "unknown"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(END_S)
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        return f"exit status {status}" + (f", {lines[-1][:200]}" if lines else "")
-
-
-_ahead: list[Child] = []  # at most one
-
-
-def start_ahead(program: Sequence[str] = PROGRAM) -> None:
-    """This rank's process of the next probe, which imports what it needs. Unasked it ends by itself, after ASKED_S or
-    with this process."""
-    if not _ahead:
-        _ahead.append(Child(program))
-
-
-def _child(program: Sequence[str], asked: dict) -> Child:
-    if _ahead:
-        child = _ahead.pop()
-        if child.is_there():
-            child.answer(asked)
-            return child
-        child.end()
-    return Child([*program, json.dumps(asked)])
-
-
 def relay(child: Child, gather: Gather) -> tuple[Way, bool]:
     """(what the ranks' processes found of a way, whether they are there for another): the same on all ranks. Passes on
     what they gather."""
@@ -218,7 +133,7 @@ def probe(
     started = time.monotonic()
     ways: dict[str, Way] = {}
     while left := [name for name in tried if name not in ways]:
-        child = _child(program, {"rank": rank, "ranks": ranks, "device": device, "hidden": hidden, "ways": left})
+        child = asked_of(program, {"rank": rank, "ranks": ranks, "device": device, "hidden": hidden, "ways": left})
         try:
             for name in left:
                 ways[name], are_there = relay(child, gather)

@@ -2,7 +2,7 @@
 
     python3 -m deepseek_v4_sm120.ops.all_reduce_probe_child [JSON] DESCRIPTOR
 
-Without JSON it was started ahead, and is told on the connection what it is asked.
+Without JSON it was started ahead, and is told on the connection what it is asked; no CUDA before that.
 Says (kind, value) on a connection: GATHER for what it wants from all ranks, what it FOUND of each way, why it FAILED.
 Waits on the card have an end (PATIENCE_S) and leave the context as it was; what does not ends with this process.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from deepseek_v4_sm120.ops import all_reduce as op
-from deepseek_v4_sm120.ops.all_reduce_probe import ASKED_S, FAILED, FOUND, GATHER, ROWS
+from deepseek_v4_sm120.ops.all_reduce_probe import ROWS
+from deepseek_v4_sm120.ops.all_reduce_probe_process import ASKED_S, FAILED, FOUND, GATHER
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 
 CHECKED_ROWS = (1, 8, 9, 64, 65, op.MAX_ROWS, *range(1, 8))  # each generation of places, behind many rows and few
@@ -187,9 +189,20 @@ def told(argv: list[str]) -> tuple[dict | None, Connection]:
     if words:
         return json.loads(words[0]), connection
     try:
-        return connection.recv() if connection.poll(ASKED_S) else None, connection
+        asked = connection.recv() if connection.poll(ASKED_S) else None
     except EOFError:  # who might have asked has ended
         return None, connection
+    if asked is not None:
+        join_who_asks()
+    return asked, connection
+
+
+def join_who_asks() -> None:
+    """On the processors that the rank has: SGLang binds it to its card's, which a process that was started before did
+    not inherit, and host memory is where who first writes it runs."""
+    theirs = os.sched_getaffinity(os.getppid())
+    if theirs != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, theirs)
 
 
 def main(argv: list[str]) -> int:

@@ -46,6 +46,8 @@ class Patch:
     """One reason to touch the host, with all the places where it does.
 
     needs        what must load before it may be applied, "module:function" each (called without arguments)
+    ahead        (module of the host, "module:function"): called without arguments in front of that module's import, in
+                 processes that a server started and where the patch is not left out; what it raises fails the import
     default      active only while this one of the table's defaults is on
     serves       the operator without which it makes no sense, where that is not its own name
     modes        in which modes it is active
@@ -58,6 +60,7 @@ class Patch:
     targets: tuple[Target, ...]
     retire: str
     needs: tuple[str, ...] = ()
+    ahead: tuple[str, str] | None = None
     modes: tuple[str, ...] = MODES
     default: str | None = None
     serves: str | None = None

@@ -145,7 +145,8 @@ _announced: dict | None = _UNASKED  # None: nobody told
 
 def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ, **asked) -> None:
     """The parent, before there are children: their model, and ours from now on; and what the server was asked for that
-    adapters go by (`torch_compile`, `is_looked_into`, `several_hosts`, `ranks_come_and_go`)."""
+    adapters go by (`torch_compile`, `is_looked_into`, `several_hosts`, `ranks_come_and_go`, `summing_ranks`: of a
+    group whose sums may be ours)."""
     global _announced
     named = {name for limits in LIMITS.values() for name in limits}
     given = {name: value for name, value in sizes(config).items() if name in named}

@@ -259,14 +259,9 @@ ALL_REDUCE = Patch(
             Parameters(("self", "input_", "dim=-1", "output_tensor_list=None")),
             ">=0.5.13,<0.6",
         ),
-        targets_of("all_reduce")(  # and the probe's processes, ahead of it
-            "sglang.srt.distributed.parallel_state:GroupCoordinator.__init__",
-            "coordinator_init",
-            Parameters(("self", "group_ranks"), further="any"),
-            ">=0.5.13,<0.6",
-        ),
     ),
     needs=(EXTENSION,),
+    ahead=("sglang.srt.managers.scheduler", "deepseek_v4_sm120.sglang_patches.all_reduce_ahead:start"),
     absent="0.5.12 asks for a class before there is a group",
     retire="when SGLang's own sums are as fast, and the same bits in every batch (bench/all_reduce.py)",
 )

@@ -20,7 +20,7 @@ import torch
 
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import all_reduce as op
-from deepseek_v4_sm120.ops.all_reduce_probe import FOUND, Child
+from deepseek_v4_sm120.ops.all_reduce_probe_process import FOUND, Child
 from deepseek_v4_sm120.reference import all_reduce as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs import bounds

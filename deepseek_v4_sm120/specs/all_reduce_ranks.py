@@ -18,8 +18,8 @@ import torch
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe
-from deepseek_v4_sm120.ops.all_reduce_probe import FAILED, FOUND
 from deepseek_v4_sm120.ops.all_reduce_probe_child import card, microseconds
+from deepseek_v4_sm120.ops.all_reduce_probe_process import FAILED, FOUND
 from deepseek_v4_sm120.specs import all_reduce as spec
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
 

@@ -1,49 +1,123 @@
-"""When the process of the probe is started ahead: with the first group of a server that will ask it."""
+"""When the process of the probe is started ahead, and that none stays where no probe comes."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops import all_reduce_probe as probe
-from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.ops import all_reduce_probe_process as process
+from deepseek_v4_sm120.sglang_patches import all_reduce_ahead, device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import all_reduce as adapter
 
-OURS = {"model_type": "deepseek_v4", "hidden": 4096, "on_served_card": True}
+REPO = Path(__file__).resolve().parents[2]
+OURS = {"model_type": "deepseek_v4", "hidden": 4096, "on_served_card": True, "summing_ranks": 2}
+NO_TORCH = """
+import sys
+from deepseek_v4_sm120.sglang_patches import all_reduce_ahead
+started = []
+all_reduce_ahead.all_reduce_probe_process.start_ahead = lambda: started.append(True)
+all_reduce_ahead.start()
+print(started, "torch" in sys.modules)
+"""
 
 
 @pytest.mark.parametrize(
-    ("told", "ranks", "world", "starts"),
+    ("told", "starts"),
     [
-        (OURS, 2, None, True),
-        (OURS, 8, None, True),
-        (OURS, 1, None, False),
-        (OURS, 16, None, False),
-        (OURS, 2, "made before", False),
-        (OURS | {"on_served_card": False}, 2, None, False),
-        (OURS | {"several_hosts": True}, 2, None, False),
-        (OURS | {"ranks_come_and_go": True}, 2, None, False),
-        (OURS | {"model_type": "deepseek_v41"}, 2, None, False),
-        (OURS | {"hidden": 5120}, 2, None, False),
-        (None, 2, None, False),
+        (OURS, True),
+        (OURS | {"summing_ranks": 8}, True),
+        (OURS | {"summing_ranks": 0}, False),
+        (OURS | {"summing_ranks": 1}, False),
+        (OURS | {"summing_ranks": 16}, False),
+        ({name: value for name, value in OURS.items() if name != "summing_ranks"}, False),
+        (OURS | {"on_served_card": False}, False),
+        (OURS | {"several_hosts": True}, False),
+        (OURS | {"ranks_come_and_go": True}, False),
+        (OURS | {"model_type": "deepseek_v41"}, False),
+        (OURS | {"hidden": 5120}, False),
+        (None, False),
     ],
 )
-def test_the_probes_process_is_started_ahead_where_there_will_be_a_probe(told, ranks, world, starts, monkeypatch):
-    """Then the group is made, as it was asked for."""
-    state, calls = ModuleType(adapter.PARALLEL_STATE), []
-    state._WORLD = world
-    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
+@pytest.mark.parametrize("is_ranks", [True, False])
+def test_the_probes_process_is_started_ahead_where_there_will_be_a_probe(told, starts, is_ranks, monkeypatch):
+    """Not in the controller of data parallelism, nor in what comes by way of it."""
+    calls = []
+    if is_ranks:
+        monkeypatch.delitem(sys.modules, all_reduce_ahead.CONTROLLER, raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, all_reduce_ahead.CONTROLLER, ModuleType(all_reduce_ahead.CONTROLLER))
     monkeypatch.setattr(models_served, "announced", lambda: told)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(probe, "start_ahead", lambda: calls.append("ahead"))
+    monkeypatch.setattr(process, "start_ahead", lambda: calls.append("ahead"))
+    all_reduce_ahead.start()
+    assert calls == ["ahead"] * (starts and is_ranks)
 
-    class Coordinator:
-        def __init__(self, group_ranks, local_rank, *more, group_name=None):
-            calls.append((self, group_ranks, local_rank, more, group_name))
 
-    Coordinator.__init__ = adapter.replace_coordinator_init(Coordinator.__init__)
-    made = Coordinator([[0, 1]], 1, "nccl", group_name="world")
-    assert calls == ["ahead"] * starts + [(made, [[0, 1]], 1, ("nccl",), "world")]
+def test_what_starts_it_is_told_by_the_parent_and_needs_no_torch(monkeypatch):
+    environ = {}
+    monkeypatch.setattr(models_served, "_announced", None)
+    models_served.announce({"model_type": "deepseek_v4", "hidden_size": 4096}, environ, summing_ranks=2)
+    models_served.announce_served_card(environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run([sys.executable, "-c", NO_TORCH], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[True]", "False"]
+
+
+# ---- where no probe comes
+
+
+class Ahead:
+    def __init__(self):
+        self.ends = 0
+
+    def end(self):
+        self.ends += 1
+
+
+class Theirs:
+    def __init__(self, group, device):
+        self.disabled = False
+
+
+@pytest.mark.parametrize("why", ["several_hosts", "not served", "too many rows", "raises", "asked"])
+def test_what_was_started_ahead_ends_where_no_probe_asks_it(why, monkeypatch):
+    ahead, told = Ahead(), OURS | {why: True}
+    monkeypatch.setattr(process, "_ahead", [ahead])
+    monkeypatch.setattr(models_served, "announced", lambda: told)
+    state = ModuleType(adapter.PARALLEL_STATE)
+    state._TP = None
+    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    monkeypatch.setattr(adapter.report, "write", lambda *_: None)
+    monkeypatch.setattr(adapter.report, "_notes", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(device_gate, "serves_capability", lambda *_: why != "not served")
+    monkeypatch.setattr(adapter, "_most_rows", lambda: 513 if why == "too many rows" else 8)
+    verdict = SimpleNamespace(peers_fail=False, transport=None, describe=lambda: "none", as_dict=dict)
+
+    def probe(*_, **__):
+        assert why in ("raises", "asked"), "no probe"
+        if why == "raises":
+            raise RuntimeError("a rank is lost")
+        process._ahead.pop()
+        return verdict
+
+    monkeypatch.setattr(adapter.all_reduce_probe, "probe", probe)
+    make = adapter.replace_dispatch(lambda group, device: Theirs)(group="group", device=torch.device("cuda", 1))
+    if why == "raises":
+        with pytest.raises(RuntimeError, match="a rank is lost"):
+            make(group="group", device=torch.device("cuda", 1))
+    else:
+        assert type(make(group="group", device=torch.device("cuda", 1))) is Theirs
+    assert process._ahead == [] and ahead.ends == (why != "asked")
+
+
+def gathered(told, value, group):
+    told[:] = [value] * len(told)

@@ -3,9 +3,15 @@
 Each rank's process is a real one; the ranks themselves are threads here, and processes with gloo in the last test.
 """
 
+import contextlib
 import functools
 import json
+import multiprocessing
+import os
 import re
+import select
+import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +20,7 @@ import torch
 
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe as probe
+from deepseek_v4_sm120.ops import all_reduce_probe_child, all_reduce_probe_process
 from deepseek_v4_sm120.specs.all_reduce import Meeting
 from tests.ops import all_reduce_emulated as emulated
 
@@ -114,8 +121,8 @@ def test_what_host_memory_does_is_not_said_of_peers(what, program):
 @pytest.mark.parametrize("what", ["dies", "wrong bits"])
 def test_where_no_way_is_right_the_sums_are_nccls(what, program, monkeypatch):
     """SGLang's own kernel would sum by peers, and NCCL does unless it is told not to. No process is left."""
-    started, real = [], probe.subprocess.Popen
-    monkeypatch.setattr(probe.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
+    started, real = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
     found = agreed(2, program, {"rank": 0, "way": "both", "what": what})
     assert found.transport is None and all("rank 0: " in way.problem for way in found.ways.values())
     assert found.describe().startswith("the sums between the cards are NCCL's; by way of each other's memory: rank")
@@ -132,15 +139,15 @@ def test_where_no_way_is_right_the_sums_are_nccls(what, program, monkeypatch):
 @pytest.fixture
 def started(monkeypatch):
     """The probe's processes that are started."""
-    found, real = [], probe.subprocess.Popen
+    found, real = [], subprocess.Popen
 
     def popen(words, **options):
         made = real(words, **options)
         found.extend([made] if emulated.__file__ in words else [])
         return made
 
-    monkeypatch.setattr(probe.subprocess, "Popen", popen)
-    monkeypatch.setattr(probe, "_ahead", [])
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(all_reduce_probe_process, "_ahead", [])
     yield found
     for process in found:
         process.kill()
@@ -149,8 +156,8 @@ def started(monkeypatch):
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_process_that_was_started_ahead_is_the_first_that_is_asked(has_ended, program, started):
     """One that has ended by then is none."""
-    probe.start_ahead(program(GOOD))
-    probe.start_ahead(program(GOOD))
+    all_reduce_probe_process.start_ahead(program(GOOD))
+    all_reduce_probe_process.start_ahead(program(GOOD))
     (ahead,) = started
     assert json.dumps(GOOD) in ahead.args and not any("ranks" in word for word in ahead.args)
     if has_ended:
@@ -159,13 +166,13 @@ def test_a_process_that_was_started_ahead_is_the_first_that_is_asked(has_ended, 
     found = agreed(2, program, GOOD)
     assert found.transport == "peer" and found.ways["host"].problem is None
     assert len(started) == (3 if has_ended else 2) and all(one.poll() is not None for one in started)
-    assert probe._ahead == []
+    assert all_reduce_probe_process._ahead == []
 
 
 def test_where_the_process_ahead_is_lost_another_one_asks_for_what_is_left(program, started):
     """Of two ranks, threads here, one has it."""
     fault = {"rank": -1, "way": "peer", "what": "dies"}
-    probe.start_ahead(program(fault))
+    all_reduce_probe_process.start_ahead(program(fault))
     found = agreed(2, program, fault)
     assert found.transport == "host" and "its probe ended: exit status 7" in found.ways["peer"].problem
     assert len(started) == 4
@@ -175,13 +182,83 @@ def test_where_the_process_ahead_is_lost_another_one_asks_for_what_is_left(progr
 def test_a_process_that_nobody_asks_ends(closes, program, started):
     """With who started it, or in time."""
     *python, file, library, fault = program(GOOD)
-    short = "import runpy, sys; from deepseek_v4_sm120.ops import all_reduce_probe as probe; probe.ASKED_S = 0.5; "
+    short = "import runpy, sys; from deepseek_v4_sm120.ops import all_reduce_probe_process as p; p.ASKED_S = 0.5; "
     short += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    probe.start_ahead((*python, *(() if closes else ("-c", short)), file, library, fault))
-    (child,) = probe._ahead
+    all_reduce_probe_process.start_ahead((*python, *(() if closes else ("-c", short)), file, library, fault))
+    (child,) = all_reduce_probe_process._ahead
     if closes:
         child.connection.close()
     assert started[0].wait(120) == 0 and not child.is_there()
+
+
+def test_what_was_started_ahead_is_ended_where_nobody_will_ask(program, started):
+    all_reduce_probe_process.start_ahead(program(GOOD))
+    all_reduce_probe_process.end_ahead()
+    assert started[0].poll() is not None and all_reduce_probe_process._ahead == []
+    all_reduce_probe_process.end_ahead()
+
+
+RANK = """
+import sys
+from deepseek_v4_sm120.ops import all_reduce_probe_process as process
+process.start_ahead()
+print(process._ahead[0]._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_ahead_ends_with_its_rank():
+    """Whichever way that one ends, and long before ASKED_S."""
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK], cwd=emulated.REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    ahead = os.pidfd_open(int(rank.stdout.readline()))
+    rank.kill()
+    rank.communicate()
+    try:
+        assert select.select([ahead], [], [], 300)[0], "it is still there"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(ahead, signal.SIGKILL)
+        os.close(ahead)
+
+
+NO_CARD = """
+import os, runpy, sys, torch
+for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_setDevice"):
+    setattr(torch._C, name, lambda *_: os._exit(9))
+sys.argv[0] = "the child"
+runpy.run_module("deepseek_v4_sm120.ops.all_reduce_probe_child", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_process_ahead_makes_no_context_before_it_is_asked(is_asked, torch_python):
+    child = all_reduce_probe_process.Child((*torch_python(), "-c", NO_CARD))
+    if is_asked:
+        child.answer({"rank": 0, "ranks": 2, "device": 0, "hidden": HIDDEN, "ways": ["peer"]})
+    else:
+        child.connection.close()
+    assert child._process.wait(300) == (9 if is_asked else 0)
+    child.end()
+
+
+def test_a_process_ahead_runs_where_its_rank_was_bound_meanwhile(monkeypatch):
+    """Both are the kernel's own: the rank is a process here, what it asks is told in this one."""
+    before = os.sched_getaffinity(0)
+    rank = subprocess.Popen(["sleep", "100"])
+    try:
+        os.sched_setaffinity(rank.pid, {min(before)})
+        monkeypatch.setattr(os, "getppid", lambda: rank.pid)
+        ours, theirs = multiprocessing.Pipe()
+        ours.send({"rank": 0})
+        asked, connection = all_reduce_probe_child.told([str(os.dup(theirs.fileno()))])
+        connection.close()
+        assert asked == {"rank": 0} and os.sched_getaffinity(0) == {min(before)}
+    finally:
+        os.sched_setaffinity(0, before)
+        rank.kill()
+        rank.wait()
 
 
 def test_a_probe_that_hangs_is_ended(program, monkeypatch):

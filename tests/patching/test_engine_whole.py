@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import pytest
 
@@ -161,6 +162,58 @@ def test_a_child_has_what_its_parent_has(host, said, gpu):
     child = make()
     assert child.inherited is not None and [record.state for record in child.survey()] == [READY]
     assert child.disagreements == child.problems() == []
+
+
+# a module of the host, and what a patch of ours begins in front of it
+EARLY = {
+    "eng_host/worker.py": "import eng_ours.early\neng_ours.early.found.append('the code')\n",
+    "eng_ours/early.py": "found = []\ndef begin(): found.append('ahead')\n",
+}
+AHEAD = ("eng_host.worker", "eng_ours.early:begin")
+
+
+@pytest.mark.parametrize(
+    ("child", "begins"),
+    [
+        ({}, True),
+        ({"settings": Settings(off=True)}, False),
+        ({"settings": Settings(choices={"job": "off"})}, False),
+        ({"modes": ("ops",)}, False),
+        ({"needs": ("eng_ours:missing",), "settings": Settings(on_broken="warn")}, False),
+    ],
+    ids=["ready", "all off", "off", "not applicable", "broken by then"],
+)
+def test_what_a_patch_begins_ahead_of_an_import_in_a_child(child, begins, host, said, gpu):
+    host(EARLY)
+    make(ahead=AHEAD)
+    enter()
+    import_hook.forget()
+    engine = make(ahead=AHEAD, **child)
+    importlib.import_module("eng_host.kernels")  # BROKEN from here on, where what the patch needs does not load
+    assert (states(engine) == [APPLIED]) is begins
+    importlib.import_module("eng_host.worker")
+    assert sys.modules["eng_ours.early"].found == ["ahead"] * begins + ["the code"]
+
+
+def test_a_child_begins_nothing_of_what_its_parent_left_out(host, said, gpu):
+    host({**EARLY, **BROKEN_HOSTS[0][0]})
+    make(ahead=AHEAD, settings=Settings(on_broken="warn"))
+    enter()
+    import_hook.forget()
+    host(EARLY)
+    child = make(ahead=AHEAD, settings=Settings(on_broken="warn"))
+    assert states(child) == [READY], "nothing is looked at on disk before that"
+    import eng_host.worker  # noqa: F401
+
+    assert sys.modules["eng_ours.early"].found == ["the code"]
+
+
+def test_what_a_first_process_never_begins(host, said, gpu):
+    host(EARLY)
+    make(ahead=AHEAD)
+    import eng_host.worker  # noqa: F401
+
+    assert sys.modules["eng_ours.early"].found == ["the code"]
 
 
 def test_a_child_that_cannot_have_what_its_parent_has_stops(host, said, gpu):

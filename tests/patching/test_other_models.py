@@ -138,11 +138,12 @@ def test_the_hook_finds_the_model_in_every_kind_of_arguments(monkeypatch, sealed
     module = ModuleType("overrides")
     module.model_config_of = lambda arguments: config
     monkeypatch.setitem(argument_defaults.importlib.sys.modules, argument_defaults.MODEL_CONFIG, module)
-    told, seen, given = [], [], {"enable_torch_compile": True, "nnodes": 1, "forward_hooks": [{}]}
+    told, seen, given = [], [], {"enable_torch_compile": True, "nnodes": 1, "forward_hooks": [{}], "tp_size": 4}
     monkeypatch.setattr(models_served, "announce", lambda found, **more: told.append((found["model_type"], more)))
     arguments = SimpleNamespace(**given) if sealed else SimpleNamespace(get_model_config=lambda: config, **given)
     argument_defaults.replace_apply_defaults(lambda *given: seen.append(given))(arguments, "DeepseekV4ForCausalLM")
     asked = {"torch_compile": True, "is_looked_into": True, "several_hosts": False, "ranks_come_and_go": False}
+    asked["summing_ranks"] = 4
     assert told == [("deepseek_v41", asked)] and seen == [(arguments, "DeepseekV4ForCausalLM")]
 
 
@@ -165,6 +166,29 @@ def test_what_a_server_was_asked_for(given, found):
     for others in ({}, {"forward_hooks": None, "elastic_ep_backend": None, "nnodes": 1}):
         asked = argument_defaults._asked(partial(getattr, SimpleNamespace(**{**others, **given})))
         assert [name for name, is_so in asked.items() if is_so] == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "reproducible", "ranks"),
+    [
+        ({}, False, 4),
+        ({"disable_custom_all_reduce": True}, False, 0),
+        ({"disable_custom_all_reduce": True}, True, 0),
+        ({"enable_deterministic_inference": True}, False, 0),
+        ({"enable_deterministic_inference": True}, True, 4),
+    ],
+    ids=str,
+)
+def test_how_many_ranks_may_sum_by_ours(given, reproducible, ranks, monkeypatch):
+    """None where the user does without the sums that ours stand behind."""
+    from types import SimpleNamespace
+
+    from deepseek_v4_sm120.settings import Settings
+
+    choices = {"reproducible": "on"} if reproducible else {}
+    monkeypatch.setattr(argument_defaults, "settings", lambda: Settings(choices=choices))
+    asked = argument_defaults._asked(partial(getattr, SimpleNamespace(tp_size=4, **given)))
+    assert asked["summing_ranks"] == ranks
 
 
 def test_sglangs_dumper_looks_too(monkeypatch):

@@ -3,6 +3,8 @@ them: who sums and gathers what, in a step, under capture and in its warm-up; an
 release."""
 
 import ast
+import functools
+import itertools
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -11,6 +13,8 @@ import torch
 
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.sglang_patches.adapters import all_reduce as adapter
+from deepseek_v4_sm120.sglang_patches.all_reduce_ahead import CONTROLLER
+from deepseek_v4_sm120.sglang_patches.table import TABLE
 from tests.adapters.test_all_reduce import HIDDEN, Group
 from tests.patching.test_wheel_wo_a import definition, source, take
 from tests.patching.wheels import WheelSources, every_release, since, tree
@@ -23,6 +27,9 @@ LOGITS = "sglang.srt.layers.logits_processor"
 MULTIMEM = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag"
 COMMUNICATION = "sglang.srt.distributed.communication_op"
 SCHEDULER, PROFILER = (f"sglang.srt.managers.scheduler{name}" for name in ("", "_components.profiler_manager"))
+ENGINE, FIELDS = "sglang.srt.entrypoints.engine", "sglang.srt.arg_groups.fields"
+DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 STOP = ("_stop_profile", "_merge_profile_traces")
 WATCHDOG_S = 300  # --watchdog-timeout's default
 METHODS = (
@@ -208,6 +215,80 @@ def test_the_object_is_asked_for_with_the_groups_cpu_group(version, sglang_wheel
         f"self.ca_comm = CAClass{given}",
     ]
     assert ast.unparse(guard.handlers[0].type) == "Exception" and "ca_comm" not in ast.unparse(guard.handlers[0])
+
+
+def begun(wheel, module, until):
+    """SGLang's modules in the order in which the import of `module` begins them, up to `until`."""
+    order = []
+
+    def begin(name):
+        for known in itertools.accumulate(name.split("."), "{}.{}".format):
+            if known in order or until in order or WheelSources(wheel).path(known) is None:
+                continue
+            order.append(known)
+            for found in imported(wheel, known) if known != until else ():
+                begin(found)
+
+    begin(module)
+    return order
+
+
+@functools.cache
+def imported(wheel, module):
+    path, text = WheelSources(wheel).path(module), WheelSources(wheel).read(module)
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    return tuple(found for found in imports(ast.parse(text).body, package) if found.startswith("sglang."))
+
+
+def imports(statements, package):
+    """The names, modules' or not, that statements outside of functions import."""
+    for node in statements:
+        asked = ast.unparse(node.test) if isinstance(node, ast.If) else ""
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join(filter(None, (*above, node.module)))
+            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+        elif not isinstance(node, FUNCTIONS) and "TYPE_CHECKING" not in asked and "__name__" not in asked:
+            inner = (getattr(node, name, ()) for name in ("body", "handlers", "orelse", "finalbody"))
+            yield from imports(itertools.chain.from_iterable(inner), package)
+
+
+@every_release(FIRST)
+def test_a_rank_begins_with_the_schedulers_module(version, sglang_wheel):
+    """Unpickling its function, which the controller's module and the engine's take from there. No other process of a
+    server imports it but by way of the controller's: that tells them apart (all_reduce_ahead.py)."""
+    wheel = sglang_wheel(version)
+    (row,) = [patch for patch in TABLE.patches if patch.name == adapter.PATCH]
+    assert row.ahead[0] == SCHEDULER and definition(wheel, "run_scheduler_process", SCHEDULER) is not None
+    for module in (ENGINE, CONTROLLER):
+        assert "run_scheduler_process" in names_from(tree(wheel, module), SCHEDULER)
+        order = begun(wheel, module, SCHEDULER)
+        assert order.index(CONTROLLER) < order.index(SCHEDULER)
+    for module in ("sglang.launch_server", "sglang.cli.main", DETOKENIZER):
+        assert not {SCHEDULER, CONTROLLER}.intersection(order := begun(wheel, module, SCHEDULER)) and module in order
+
+
+def names_from(parsed, module):
+    """What a module takes from another one at its top."""
+    taken = [node for node in parsed.body if isinstance(node, ast.ImportFrom) and node.module == module]
+    return {alias.name for node in taken for alias in node.names}
+
+
+@every_release(FIRST)
+@pytest.mark.parametrize("name", ["tp_size", "disable_custom_all_reduce", "enable_deterministic_inference"])
+def test_what_tells_whether_there_will_be_a_probe(name, version, sglang_wheel):
+    """Read with a default, which a release without the argument would leave."""
+    wheel = sglang_wheel(version)
+    found = [
+        node
+        for module in (adapter.SERVER_ARGS, f"{FIELDS}.parallel", f"{FIELDS}.exec_")
+        if WheelSources(wheel).path(module) is not None
+        for node in ast.walk(tree(wheel, module))
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name
+    ]
+    assert len(found) == 1
 
 
 @every_release(FIRST)

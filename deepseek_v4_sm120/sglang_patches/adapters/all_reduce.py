@@ -37,15 +37,14 @@ import torch
 
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops import all_reduce as op
-from deepseek_v4_sm120.ops import all_reduce_probe
+from deepseek_v4_sm120.ops import all_reduce_probe, all_reduce_probe_process
 from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS, ONE_ORDER_RANKS
-from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches import all_reduce_ahead, device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches.all_reduce_ahead import PATCH
 from deepseek_v4_sm120.specs import bounds
 
-PATCH = "all_reduce"
 GATHER = "all_gather"  # in shadow mode, which has a line for it
 DEALT = "dealt_products"
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
@@ -74,32 +73,6 @@ def replace_dispatch(original: Callable) -> Callable:
         return functools.partial(_disabled, stock) if _is_without_peers(group) else stock
 
     return dispatch_custom_allreduce
-
-
-def replace_coordinator_init(original: Callable) -> Callable:
-    """For GroupCoordinator.__init__(self, group_ranks, ...): in front of the first, the world's, the probe's process is
-    started ahead, beside what NCCL and the other groups take."""
-
-    @functools.wraps(original)
-    def __init__(self, group_ranks, *args, **kwargs):
-        if _will_probe():
-            all_reduce_probe.start_ahead()
-        original(self, group_ranks, *args, **kwargs)
-
-    return __init__
-
-
-def _will_probe() -> bool:
-    """Of this process's first group, as far as is known before there are groups; asks no GPU."""
-    told = models_served.announced()
-    return (
-        told is not None
-        and models_served.has_served_card()
-        and limits.takes(PATCH, **{name: told.get(name) for name in limits.LIMITS[PATCH]})
-        and _why_not_ask() is None
-        and importlib.import_module(PARALLEL_STATE)._WORLD is None
-        and torch.distributed.get_world_size() in op.RANKS
-    )
 
 
 def replace_all_gather(original: Callable) -> Callable:
@@ -133,11 +106,8 @@ def _gathers(coordinator, x, dim: int) -> bool:
 
 def _is_for_us(group) -> bool:
     """The tensor-parallel group of our model: the same answer on all ranks, and nobody else's server is touched."""
-    told = models_served.announced()
     return (
-        told is not None
-        and models_served.serves_this_process()
-        and limits.takes(PATCH, **{name: told.get(name) for name in limits.LIMITS[PATCH]})
+        all_reduce_ahead.takes_model()
         and torch.distributed.get_world_size(group) in op.RANKS
         and importlib.import_module(PARALLEL_STATE)._TP is None  # it is made first, and bound when it is made
     )
@@ -157,7 +127,14 @@ def _disabled(stock: Callable, group, device):
 def _communicator(stock: Callable, group, device):
     """SGLang's own object, or ours around it: on all ranks alike."""
     theirs = stock(group=group, device=device)
-    if why := _why_not_ask():
+    try:
+        return _ours_or(theirs, group, device)
+    finally:
+        all_reduce_probe_process.end_ahead()  # where no probe asked it
+
+
+def _ours_or(theirs, group, device):
+    if why := all_reduce_ahead.why_not_ask():
         return _left(theirs, group, f"the sums between the cards stay SGLang's: {why}")
 
     def gather(value) -> list:
@@ -224,15 +201,6 @@ def _deals() -> bool:
 def _is_served(device) -> bool:
     """device_gate's rule alone: its `serves` is for calls, and looks at all modules when it is first asked."""
     return device_gate.serves_capability(torch.cuda.get_device_capability(device), settings().force)
-
-
-def _why_not_ask() -> str | None:
-    """What keeps the ranks from asking each other at all: one that does not answer would be waited for."""
-    if models_served.has_several_hosts():
-        return "the server has several hosts (--nnodes), and only those of one host are known to have this patch"
-    if models_served.has_ranks_that_come_and_go():
-        return "ranks may end and come back while the others go on (--elastic-ep-backend)"
-    return None
 
 
 def _why_not(places: list[Place]) -> str | None:

@@ -78,7 +78,7 @@ def _surroundings(server_args) -> MutableMapping[str, str]:
     return ChainMap(os.environ, {} if _are_4_bits(server_args) else {SAYS_FP4: "0"})
 
 
-def _asked(read: Callable) -> dict[str, bool]:
+def _asked(read: Callable) -> dict[str, bool | int]:
     """What of the server's arguments adapters go by in all of its processes (models_served.py)."""
     names = ("forward_hooks", "debug_tensor_dump_output_folder", "msprobe_dump_config")
     looks = [read(name, None) for name in names]
@@ -88,7 +88,14 @@ def _asked(read: Callable) -> dict[str, bool]:
         "is_looked_into": any(map(bool, looks)),
         "several_hosts": read("nnodes", 1) > 1,
         "ranks_come_and_go": read("elastic_ep_backend", None) is not None,
+        "summing_ranks": 0 if _puts_sums_aside(read) else read("tp_size", 0),
     }
+
+
+def _puts_sums_aside(read: Callable) -> bool:
+    """Whether the user does without the custom sums that ours stand behind."""
+    is_deterministic = read("enable_deterministic_inference", False) and not settings().reproducible
+    return read("disable_custom_all_reduce", False) or is_deterministic
 
 
 def replace_apply_defaults(original: Callable) -> Callable:
