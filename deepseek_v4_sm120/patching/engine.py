@@ -69,8 +69,9 @@ class Engine:
         self.settings = settings
         version_files = Sources()
         self.version = package_version(host, version_files)
-        self.unparsable = version_files.problems  # sentences; what a target's file has is in the target's record
         self.known = table.known(self.version)
+        told = (*version_files.problems, self.known.problem)  # sentences; a target's own is in its record
+        self.unparsable = [one for one in told if one]
         self.stand_ins = [s for s in table.stand_ins if self._is_known_in(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
         self.steering = Steering(table.defaults, settings, self._is_known_in, table.operators)
@@ -216,9 +217,8 @@ class Engine:
             if record.state == READY:
                 import_hook.on_import(record.target.module, lambda module, record=record: self.apply(record, module))
         import_hook.on_import(self.table.preflight, lambda module: self.preflight())
-        for patch in self.table.patches if self.inherited is not None else ():
-            if patch.ahead is not None:
-                import_hook.before_import(patch.ahead[0], functools.partial(self._go_ahead, patch))
+        for patch in (p for p in self.table.patches if p.ahead is not None and self.inherited is not None):
+            import_hook.before_import(patch.ahead[0], functools.partial(self._go_ahead, patch))
         report.start(self)
 
     def _go_ahead(self, patch: Patch) -> None:
@@ -255,7 +255,6 @@ class Engine:
         self._tell()
         self.sources.forget()
         told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings + self.unparsable
-        told += [self.known.problem] if self.known.problem else []
         unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
         if unreviewed:
             told.append(
