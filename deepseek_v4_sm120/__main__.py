@@ -168,12 +168,13 @@ def _model_part(found: dict) -> Iterator[str]:
     from deepseek_v4_sm120.patching import report
 
     model = found["model"]
+    absent = models_table.not_here(found["patches"]) if found["host_folder"] else {}  # without SGLang by shapes alone
     if model is None:
-        yield from ("", report.table(models_table.overview_text(found["models"])))
+        yield from ("", report.table(models_table.overview_text(found["models"], absent)))
         return
     yield ""
     yield f"model             {model['model']}" + (f": {model['note']}" if model["note"] else "")
-    yield report.table(models_table.of_model_text(model))
+    yield report.table(models_table.of_model_text(model, absent))
 
 
 def _problem_part(found: dict) -> Iterator[str]:

@@ -179,6 +179,13 @@ def test_choices_that_no_server_takes_are_refused_by_the_plan(run, words, choice
     assert done.returncode == 2 and sentence in done.stderr and len(done.stderr) < 2000  # all names, no 5,000 digits
 
 
+@pytest.mark.parametrize("words", [["plan"], ["serve", "--dry-run"]])
+def test_choices_that_do_nothing_in_that_release_are_told(run, words):
+    done = run(*words, *PLAN, "--sglang", "0.5.13", DSV4_SM120_SET="dealt_products=on,dealt_index=on")
+    assert done.returncode == 0 and done.stdout.count("does nothing here") == 1
+    assert "DSV4_SM120_SET: dealt_products does nothing here: it is for SGLang >=0.5.14,<0.6" in done.stdout
+
+
 def test_plan_for_programs(run):
     found = json.loads(run("plan", *PLAN, "--json").stdout)
     assert found["fits"] and found["flags"] and found["launch"].startswith(f"PYTHONPATH={REPO} ")

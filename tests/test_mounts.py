@@ -76,9 +76,12 @@ def test_a_name_is_not_mounted():
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ("reproducible=on,all_reduce=host", "reproducible=on,all_reduce=host,prefill_graphs=on"),
-        ("draft_head=on,mhc=off,unpadded_heads=off", "mhc=off,draft_head=on,unpadded_heads=off,prefill_graphs=on"),
-        ("prefill_graphs=off", "prefill_graphs=off"),
+        ("reproducible=on,all_reduce=host", "reproducible=on,all_reduce=host,prefill_graphs=on,dealt_products=on"),
+        (
+            "draft_head=on,mhc=off,unpadded_heads=off",
+            "mhc=off,draft_head=on,unpadded_heads=off,prefill_graphs=on,dealt_products=on",
+        ),
+        ("prefill_graphs=off", "prefill_graphs=off,dealt_products=on"),
     ],
 )
 def test_a_plan_repeats_all_that_is_set(monkeypatch, given, wanted):

@@ -12,6 +12,7 @@ from deepseek_v4_sm120.commands import models_table, speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
+from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.settings import Settings
 
@@ -295,10 +296,10 @@ def test_two_cards_hold_the_fp4_checkpoint_and_not_the_fp8_one(capsys):
 
 
 def test_what_would_fit_is_said():
-    assert "--concurrency 64" in launch.remedies(request(concurrency=256))
-    words = launch.remedies(request(memory_mib=int(80 * launch.REPORTED_PER_GB)))
+    assert "--concurrency 64" in remedies(request(concurrency=256))
+    words = remedies(request(memory_mib=int(80 * launch.REPORTED_PER_GB)))
     assert "4 cards" in words
-    assert any(word.startswith("--context") for word in launch.remedies(request(sglang="0.5.12", context=1_000_000)))
+    assert any(word.startswith("--context") for word in remedies(request(sglang="0.5.12", context=1_000_000)))
 
 
 @pytest.mark.parametrize("version", ("0.5.12", "0.5.14", "0.5.17", "0.5.19", "0.5.20", "0.5.23"))

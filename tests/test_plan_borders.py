@@ -1,5 +1,8 @@
 """plan at its borders: what fits to the last token, what is tight, which requests are taken; scratch by hand."""
 
+import dataclasses
+import re
+
 import pytest
 from packaging.specifiers import SpecifierSet
 
@@ -7,6 +10,7 @@ from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import choices, command, launch, memory, models, roofline
+from deepseek_v4_sm120.commands.plan.remedies import FP4_CHECKPOINT, remedies
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 from deepseek_v4_sm120.sglang_patches.table import PREFILL_GRAPHS as GRAPHS
 from tests.test_plan import MTP, request
@@ -156,6 +160,8 @@ def test_whoever_could_have_one_is_told(changes, told):
         ({"also_set": {"reproducible": "on"}, "sglang": "0.5.19"}, False),
         ({"also_set": {"reproducible": "on"}, "sglang": "0.5.20"}, True),
         ({"also_set": {"reproducible": "off"}, "sglang": "0.5.19"}, True),
+        ({"also_set": {"prompts_in_halves": "63"}}, False),  # whose rows would be whole, and dealt
+        *(({"also_set": {"prompts_in_halves": one}}, True) for one in ("64", "on", "off", "0")),
         ({"off": True}, False),
     ],
 )
@@ -165,6 +171,96 @@ def test_who_deals_the_compressors_products(changes, deals):
     asked = changes.get("also_set", {}).get("dealt_products")
     assert set_ == ([f"dealt_products={asked}"] if asked else ["dealt_products=on"] * deals)
     assert ("3.67 ms a step for 3.70 on two H200" in " ".join(flag.reason for flag in said)) is deals
+
+
+def in_vain(sglang, **changes):
+    notes = launch.make(request(**{"gpus": 2, "concurrency": 1, "sglang": sglang} | changes)).notes
+    begins, said = "DSV4_SM120_SET: ", " does nothing here: "
+    return [tuple(n.removeprefix(begins).split(said)) for n in notes if n.startswith(begins) and said in n]
+
+
+@pytest.mark.parametrize(
+    "sglang, changes, told",
+    [
+        ("0.5.23", {"also_set": {"reproducible": "on", "dealt_products": "on", "mhc": "on"}}, []),
+        ("0.5.12", {"also_set": {"dealt_products": "off", "prompts_in_halves": "0"}}, []),
+        ("0.5.12", {"also_set": {"dealt_products": "on"}}, [("dealt_products", "it is for SGLang >=0.5.14,<0.6")]),
+        (
+            "0.5.19",
+            {"also_set": {"prefill_decode_interval": "4"}},
+            [("prefill_decode_interval", "it is for SGLang >=0.5.20,<0.6")],
+        ),
+        ("0.5.16", {"prefill_graphs": 1024}, [("prefill_graphs", "it is for SGLang >=0.5.17,<0.6")]),
+        (
+            "0.5.22",
+            {"prefill_graphs": 1024, "speculation": MTP},
+            [("prefill_graphs", "with EAGLE it is for SGLang >=0.5.23")],
+        ),
+        ("0.5.23", {"prefill_graphs": 1024, "speculation": MTP}, []),
+        (
+            "0.5.23",
+            {"prefill_graphs": 1024, "replaced": tuple(op for op in OPS if op != "index_select")},
+            [("prefill_graphs", "index_select is left out")],
+        ),
+        ("0.5.23", {"draft_head": True, "speculation": None}, [("draft_head", "nothing drafts")]),
+        ("0.5.23", {"draft_head": False, "prefill_graphs": 0, "speculation": None}, []),
+        (
+            "0.5.19",
+            {"also_set": {"dealt_products": "on", "reproducible": "on"}},
+            [("dealt_products", "below 0.5.20 a reproducible server's compressors are SGLang's")],
+        ),
+        (
+            "0.5.23",
+            {"also_set": {"dealt_products": "on", "prompts_in_halves": "32"}},
+            [("dealt_products", "prompts_in_halves=32 is less than 64 rows")],
+        ),
+        *(
+            ("0.5.23", {"also_set": {"dealt_products": "on"}, "replaced": tuple(o for o in OPS if o != op)}, [told])
+            for op in choices.DEALT_BY
+            for told in [("dealt_products", f"{op} is left out")]
+        ),
+        (
+            "0.5.23",
+            {"also_set": {"dealt_products": "on"}, "concurrency": 513, "context": 4096, "gpus": 4, "speculation": None},
+            [("dealt_products", "steps of 513 rows are more than all_reduce takes")],
+        ),
+        ("0.5.12", {"also_set": {"dealt_products": "on"}, "off": True}, []),
+    ],
+)
+def test_what_a_server_would_not_do_of_the_users_choices_is_told(sglang, changes, told):
+    assert in_vain(sglang, **changes) == told
+
+
+@pytest.mark.parametrize(
+    "changes, theirs",
+    [
+        ({}, None),
+        ({"gpus": 4}, None),
+        ({"gpus": 4, "model": models.find("flash", "fp8")}, "experts in FP8"),
+        ({"replaced": tuple(op for op in OPS if op not in ("mhc", "wo_a"))}, "wo_a, mhc"),
+        ({"replaced": tuple(op for op in OPS if op not in ("all_reduce", "compressor", "router_topk"))}, None),
+        ({"replaced": tuple(op for op in OPS if op != "all_reduce"), "gpus": 4}, "all_reduce"),
+        ({"sglang": "0.5.13", "gpus": 4, "model": models.find("flash", "fp8")}, None),  # which knows no such word
+    ],
+)
+def test_a_server_that_would_not_be_reproducible_is_told(changes, theirs):
+    asked = {"gpus": 2, "sglang": "0.5.23", "also_set": {"reproducible": "on"}} | changes
+    said = "DSV4_SM120_SET: reproducible=on, and yet NOT REPRODUCIBLE: SGLang's own are "
+    found = [note.removeprefix(said) for note in launch.make(request(**asked)).notes if note.startswith(said)]
+    assert found == ([theirs] if theirs else [])
+
+
+@pytest.mark.parametrize("row", choices.DEFAULTS, ids=lambda row: row.name)
+@pytest.mark.parametrize("release", ["0.5.12", "0.5.13", "0.5.14", "0.5.17", "0.5.18", "0.5.20", "0.5.23", "0.5.99"])
+def test_the_ranges_of_defaults_are_read_without_packaging(row, release):
+    assert choices._is_for(row.sglang, request(sglang=release)) is SpecifierSet(row.sglang).contains(release)
+
+
+def test_drafts_are_not_asked_for_and_refused_at_once():
+    r = request(speculation=None)
+    assert command._speculation(r, "none", None) is None
+    with pytest.raises(CommandError, match="--block 3 with --spec none: nothing drafts"):
+        command._speculation(r, "none", 3)
 
 
 def test_the_bounds_of_a_request_are_taken():
@@ -219,6 +315,50 @@ def test_an_interval_that_the_user_has_set_is_not_set_again():
 
     assert len(said()) == 1 and said(also_set={choices.INTERVAL_0_5_17: "4"}) == ["4"]
     assert said(concurrency=1) == [], "nobody else decodes"
+    assert said(also_set={choices.INTERVAL: "4"}) == said(), "0.5.17 makes nothing of that word's number"
+    assert said(also_set={choices.INTERVAL: "off"}) == []
+
+
+@pytest.mark.parametrize(
+    "sglang, word, is_planned",
+    [("0.5.19", "4", True), ("0.5.19", "off", False)] + [("0.5.20", w, False) for w in ("4", "on", "off")],
+)
+def test_an_interval_that_a_release_cannot_take_from_us_is_planned_as_its_own_flag(sglang, word, is_planned):
+    found = launch.make(request(sglang=sglang, speculation=None, also_set={choices.INTERVAL: word})).flags
+    assert ("--prefill-decode-interval" in [flag.name for flag in found]) is is_planned
+
+
+FP8 = models.find("flash", "fp8")
+
+
+@pytest.mark.parametrize(
+    "gb, changes, told",
+    [
+        (
+            96,
+            {"gpus": 1, "concurrency": 512, "speculation": MTP, "context": 1 << 20},
+            ["2 cards with --concurrency 64"],
+        ),
+        (24, {"gpus": 4, "concurrency": 1, "context": 393_216}, ["8 cards with --context 196608"]),
+        (24, {"gpus": 8, "concurrency": 32, "context": 1 << 20}, ["--context 262144 with --concurrency 2"]),
+        (32, {"gpus": 4, "concurrency": 8, "context": 8192, "model": FP8}, [f"{FP4_CHECKPOINT} on 8 cards"]),
+        (96, {"gpus": 2, "context": 8192, "model": FP8}, ["4 cards", FP4_CHECKPOINT]),
+        (8, {"gpus": 8}, []),
+        (96, {"gpus": 8, "model": models.find("pro", None), "context": 8192}, []),
+    ],
+)
+def test_what_would_fit_is_said_and_does(gb, changes, told):
+    r = request(memory_mib=int(gb * launch.REPORTED_PER_GB), sglang="0.5.23", **changes)
+    assert not launch.make(r).fits and remedies(r) == told
+    for one in told:
+        cards, context, streams = (
+            re.search(pattern, one) for pattern in (r"(\d) cards", r"--context (\d+)", r"--concurrency (\d+)")
+        )
+        asked = {"gpus": int(cards[1])} if cards else {}
+        asked |= {"context": int(context[1])} if context else {}
+        asked |= {"concurrency": int(streams[1])} if streams else {}
+        asked |= {"model": models.FLASH} if FP4_CHECKPOINT in one else {}
+        assert launch.make(dataclasses.replace(r, **asked)).fits
 
 
 def test_shadow_mode_holds_twice_what_it_compares():
@@ -230,7 +370,7 @@ def test_shadow_mode_holds_twice_what_it_compares():
     assert [r.what for r in without.reserves if "index" in r.what and r not in with_it.reserves] == []
     assert [r.what for r in with_it.reserves if r.what.startswith("index logits")]
     assert with_it.fits and not launch.make(request(gpus=2, shadow="1")).fits
-    told = launch.remedies(request(gpus=2, shadow="1"))
+    told = remedies(request(gpus=2, shadow="1"))
     assert told == ["4 cards", "DSV4_SM120_SET=mxfp4_moe=off, to compare all but the experts"]
     others = tuple(op for op in OPS if op != "mxfp4_moe")
     assert launch.make(request(gpus=2, shadow="1", replaced=others)).fits

@@ -49,11 +49,16 @@ def test_prefill_graphs_are_planned_where_they_serve_and_their_memory_is_kept_fr
         {"replaced": ("sparse_decode",), "context": 8192},
         {"sglang": "0.5.16"},
         {"prefill_graphs": 0},
+        {"shadow": "1", "sglang": "0.5.20", "gpus": 8},  # which compares padded rows; there they may hold anything
     ):
         plan, rows, held, said = planned_graphs(**changes)
         assert (rows, held) == (0, None)
-        assert ("prefill_graphs=on" in (said or "")) == bool(changes.get("prefill_graphs"))  # the user's word, repeated
-        assert not any("prefill_graphs" in note for note in plan.notes)
+        asked = bool(changes.get("prefill_graphs"))
+        assert ("prefill_graphs=on" in (said or "")) == asked  # the user's word, repeated
+        assert any("prefill_graphs does nothing here" in note for note in plan.notes) == asked
+        assert not any("has no room" in note for note in plan.notes)
+    assert planned_graphs(shadow="1", sglang="0.5.21", gpus=8)[1] > 0
+    assert planned_graphs(shadow="1", sglang="0.5.20", gpus=8, prefill_graphs=1024)[1] == 1024, "the user's word stands"
 
 
 def test_the_memory_of_prefill_graphs_is_kept_beside_drafts():

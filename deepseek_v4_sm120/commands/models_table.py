@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import models
@@ -11,7 +12,7 @@ from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.models_served import OTHER_MODEL_TYPES, Verdict
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
-OURS, STOCK = "ours", "SGLang's"
+OURS, STOCK, NOT_HERE = "ours", "SGLang's", "SGLang's here"
 NEVER_RUN = {"pro": "the operators were tested in its shapes, the model was never run with us"}
 
 
@@ -64,16 +65,30 @@ def _name_of(config: Mapping) -> str | None:
     return next((name for name, model in models.BUILT_IN.items() if model.hidden == hidden), None)
 
 
-def overview_text(rows: dict[str, dict[str, str]]) -> list[tuple[str, ...]]:
+def not_here(patches: list[dict]) -> dict[str, str]:
+    """operator -> why none of it is in place, of the rows of `status`."""
+    in_place = {row["patch"] for row in patches if row["state"] in ("READY", "APPLIED")}
+    return {row["patch"]: row["reason"] for row in patches if row["patch"] in LIMITS and row["patch"] not in in_place}
+
+
+def overview_text(rows: dict[str, dict[str, str]], absent: Collection[str] = ()) -> list[tuple[str, ...]]:
+    """absent: operators that would serve and are not in place here."""
     names = list(next(iter(rows.values())))
-    return [("operator", *names), *((operator, *by_model.values()) for operator, by_model in rows.items())]
+    return [("operator", *names), *((op, *_cells(by_model, op in absent)) for op, by_model in rows.items())]
 
 
-def of_model_text(found: dict) -> list[tuple[str, ...]]:
-    return [
-        ("operator", "served by", "why"),
-        *((row["operator"], OURS if row["served"] else STOCK, _why(row, found)) for row in found["operators"]),
-    ]
+def _cells(by_model: dict[str, str], is_absent: bool) -> list[str]:
+    return [NOT_HERE if is_absent and cell != STOCK else cell for cell in by_model.values()]
+
+
+def of_model_text(found: dict, absent: Mapping[str, str] = MappingProxyType({})) -> list[tuple[str, ...]]:
+    """absent: as above, with why."""
+    rows = [("operator", "served by", "why")]
+    for row in found["operators"]:
+        why_not_here = absent.get(row["operator"]) if row["served"] else None
+        is_ours = row["served"] and why_not_here is None
+        rows.append((row["operator"], OURS if is_ours else STOCK, why_not_here or _why(row, found)))
+    return rows
 
 
 def _why(row: dict, found: dict) -> str:

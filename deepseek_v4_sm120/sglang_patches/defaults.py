@@ -179,7 +179,8 @@ DEFAULTS = (
     ),
     Default(
         name="prefill_decode_interval_0_5_17",
-        why="the same for a release that lacks the argument: our patch prefill_interval holds a chunk back",
+        why="a long prompt's chunks all run before the next token of anybody else, as in prefill_decode_interval's "
+        "releases; this one lacks their argument, so our patch prefill_interval holds chunks back",
         source="[R] Scheduler.get_next_batch_to_run of 0.5.17",
         sglang=">=0.5.17,<0.5.18",
         on=False,

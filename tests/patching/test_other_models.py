@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120 import __main__ as status_command
 from deepseek_v4_sm120.commands import models_table
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import model_checks
@@ -273,6 +274,29 @@ def test_status_says_it(tmp_path):
     for name, words in (("", "no config.json of a model"), ("fifo", "cannot be read: a FIFO")):
         with pytest.raises(CommandError, match=words):
             models_table.of_model(str(tmp_path / name), 1)
+
+
+@pytest.mark.parametrize("model", [None, "pro", str(DATA / "v41_config.json")])
+def test_status_calls_nothing_ours_that_is_not_in_place(model):
+    """Both of its tables say the same of an operator; without SGLang there is but the model's shapes to go by."""
+    states = {
+        "mhc": [("OFF", "by choice")],
+        "wo_a": [("READY", ""), ("NOT APPLICABLE", "")],
+        "penalties": [("OFF", "")],
+    }
+    patches = [{"patch": p, "state": s, "reason": r} for p, rows in states.items() for s, r in rows]
+    found = {"patches": patches, "host_folder": "/sglang", "models": models_table.overview(), "model": None}
+    if model is not None:
+        found["model"] = models_table.of_model(model, 8)
+
+    def said(**changes):
+        lines = "\n".join(status_command._model_part(found | changes)).splitlines()
+        return {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.startswith(("mhc", "wo_a"))}
+
+    flash = ("ours ours SGLang's", "SGLang's here SGLang's here SGLang's")
+    ours, not_here = {None: flash, "pro": ("ours", "SGLang's by choice")}.get(model, ("SGLang's", "SGLang's"))
+    assert said() == {"mhc": not_here, "wo_a": ours}
+    assert said(host_folder=None) == {"mhc": ours, "wo_a": ours}
 
 
 def test_doctor_says_it(tmp_path):

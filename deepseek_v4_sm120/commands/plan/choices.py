@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.commands.doctor.software_checks import NOT_REPRODUCIBLE, REPRODUCIBLE
+from deepseek_v4_sm120.commands.plan.models import FP8
+from deepseek_v4_sm120.commands.speculation import EAGLE
 from deepseek_v4_sm120.ops import all_reduce_sizes
+from deepseek_v4_sm120.settings import asks_for
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
-from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, HALF_ROWS
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DEFAULTS, HALF_ROWS
 
 if TYPE_CHECKING:
     from deepseek_v4_sm120.commands.plan.launch import Plan, Request
 
 DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
+SHADOWED_SINCE = (0, 5, 21)  # below, rows that graphs pad may hold anything, and shadow mode compares them
 HALVES, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 23)
 DEALT_STREAMS = "dealt_streams"
 # on two cards, where it was seen; and the first release whose reproducible compressors are ours
 DEALT_PRODUCTS, DEALT_SINCE, DEALT_SEEN, REPRODUCIBLE_SINCE = "dealt_products", (0, 5, 14), 2, (0, 5, 20)
 DEALT_BY = ("all_reduce", "bf16_linear", "compressor")  # operators
 INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_0_5_17"
+RANGES = {row.name: row.sglang for row in DEFAULTS}
 YOURS = "as in your environment"
 
 
@@ -51,12 +58,71 @@ def of(plan: Plan, interval: str | None) -> list[tuple[str, str]]:
 
 
 def deals_products(r: Request) -> bool:
-    """Whether the compressors' products are dealt to the cards: where that was seen, their sums are ours, and a step
-    has no more rows than are dealt; not where the user has said what becomes of them."""
-    is_seen = r.gpus == DEALT_SEEN and r.version >= DEALT_SINCE and set(DEALT_BY) <= set(r.replaced)
-    has_ours = r.also_set.get("reproducible") != "on" or r.version >= REPRODUCIBLE_SINCE
-    rows = r.concurrency * max(1, r.rows)
-    return is_seen and has_ours and rows <= all_reduce_sizes.DEALT_ROWS and DEALT_PRODUCTS not in r.also_set
+    """Whether the compressors' products are dealt to the cards: where that was seen, nothing keeps them whole, and a
+    step has no more rows than are dealt; not where the user has said what becomes of them."""
+    is_seen = r.gpus == DEALT_SEEN and r.version >= DEALT_SINCE and why_whole(r) is None
+    return is_seen and r.most_rows <= all_reduce_sizes.DEALT_ROWS and DEALT_PRODUCTS not in r.also_set
+
+
+def why_whole(r: Request) -> str | None:
+    """What keeps all of the compressors' products whole, of bf16_linear_dealt.why_whole's reasons those of a plan."""
+    missing, is_reproducible = [op for op in DEALT_BY if op not in r.replaced], r.also_set.get("reproducible") == "on"
+    halves = r.also_set.get(HALVES, "")
+    if r.gpus == 1:
+        return "one card has all of them"
+    if missing:
+        return f"{missing[0]} is left out"
+    if r.most_rows > all_reduce_sizes.MAX_ROWS and not is_reproducible:
+        return f"steps of {r.most_rows} rows are more than all_reduce takes"
+    if is_reproducible and r.version < REPRODUCIBLE_SINCE:
+        return "below 0.5.20 a reproducible server's compressors are SGLang's"
+    if halves.isdigit() and 0 < int(halves) < 2 * all_reduce_sizes.DEALT_ROWS:
+        return f"{HALVES}={halves} is less than {2 * all_reduce_sizes.DEALT_ROWS} rows"
+    return None
+
+
+def says_interval(r: Request) -> bool:
+    """Whether the user has said how many steps run between chunks, where the release knows that word; "off" counts
+    everywhere."""
+    return INTERVAL in r.also_set and (not asks_for(r.also_set, INTERVAL) or _is_for(RANGES[INTERVAL], r))
+
+
+def in_vain(r: Request) -> list[str]:
+    """What the user's DSV4_SM120_SET asks for and a server of this plan does not do, with why."""
+    if r.off:
+        return []
+    asked = [name for name in r.also_set if name in RANGES and asks_for(r.also_set, name)]
+    asked += [DRAFT_HEAD] * bool(r.draft_head) + [PREFILL_GRAPHS] * bool(r.prefill_graphs)
+    found = [f"DSV4_SM120_SET: {name} does nothing here: {why}" for name in asked if (why := _why_in_vain(r, name))]
+    if "reproducible" in asked and _is_for(RANGES["reproducible"], r) and (theirs := _in_other_orders(r)):
+        found.append(f"DSV4_SM120_SET: reproducible=on, and yet {NOT_REPRODUCIBLE}: SGLang's own are {theirs}")
+    return found
+
+
+def _in_other_orders(r: Request) -> str:
+    """What of a server that is to be reproducible is SGLang's, and adds in an order that hangs on the rows."""
+    theirs = [op for op in REPRODUCIBLE if op in OPS and op not in r.replaced]
+    theirs += ["experts in FP8"] * (r.model.expert_format == FP8)
+    theirs += ["all_reduce"] * (r.gpus > all_reduce_sizes.ONE_ORDER_RANKS and "all_reduce" not in r.replaced)
+    return ", ".join(theirs)
+
+
+def _why_in_vain(r: Request, name: str) -> str | None:
+    if not _is_for(RANGES[name], r):
+        return f"it is for SGLang {RANGES[name]}"
+    if name == DRAFT_HEAD and not r.could_have_draft_head:
+        return "fp8_linear is left out" if r.rows else "nothing drafts"
+    if name == PREFILL_GRAPHS and not r.may_capture[0]:
+        if "index_select" not in r.replaced:
+            return "index_select is left out"
+        return "with EAGLE it is for SGLang >=0.5.23" if r.speculation.algorithm == EAGLE else "not with other drafters"
+    return why_whole(r) if name == DEALT_PRODUCTS else None
+
+
+def _is_for(sglang: str, r: Request) -> bool:
+    """sglang: a range of defaults.py, like ">=0.5.14,<0.6"."""
+    first, end = (tuple(map(int, bound.lstrip("<>=").split("."))) for bound in sglang.split(","))
+    return first <= r.version < end
 
 
 def _captured(rows: int) -> str:

@@ -12,6 +12,7 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import launch, models, roofline
 from deepseek_v4_sm120.commands.plan.choices import DRAFT_HEAD, PREFILL_GRAPHS
 from deepseek_v4_sm120.commands.plan.launch import Plan, Request
+from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, STRUCTURE, TEXT, Speculation, advise
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
@@ -101,6 +102,8 @@ def _speculation(request: Request, spec: str | None, block: int | None) -> Specu
     if block is not None and block < 1:
         raise CommandError(f"--block must be at least 1 draft, got {block}")
     if spec == "none":
+        if block is not None:
+            raise CommandError(f"--block {block} with --spec none: nothing drafts; leave out one of them")
         return None
     algorithm = request.model.drafter if spec is None else DRAFTERS[spec]
     advised = advise(request.version, algorithm, request.concurrency, request.load).block
@@ -174,7 +177,7 @@ def as_dict(plan: Plan) -> dict:
         "flags": [asdict(f) for f in plan.flags],
         "environment": [asdict(f) for f in plan.environment],
         "notes": plan.notes,
-        "remedies": [] if plan.fits else launch.remedies(r),
+        "remedies": [] if plan.fits else remedies(r),
         "launch": launch.launch_line(plan),
         "docker": launch.docker_line(plan),
         "speed": speed_rows(plan),
@@ -298,5 +301,5 @@ def why_not(plan: Plan) -> str:
         reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_needed:,}"
     else:
         reason = f"room for {plan.tokens:,} tokens, one request needs {r.context:,}"
-    remedies = launch.remedies(r)
-    return f"It does not fit: {reason}. What would: {', or '.join(remedies) or 'nothing on one machine of such cards'}."
+    would = ", or ".join(remedies(r)) or "nothing on one machine of such cards"
+    return f"It does not fit: {reason}. What would: {would}."

@@ -36,7 +36,6 @@ MOUNT = "/opt/deepseek_v4_sm120"
 BUILT = '"$PWD/build/deepseek_v4_sm120/.."'  # of another folder than build/ Docker says that it does not exist
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
-EXPERTS = "mxfp4_moe"
 NOTICEABLE = 0.02  # of a step: less is not worth its copy's memory
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
@@ -82,6 +81,11 @@ class Request:
         return 0 if self.speculation is None else self.speculation.rows
 
     @property
+    def most_rows(self) -> int:
+        """Rows of a decode or verify step, at most."""
+        return self.concurrency * max(1, self.rows)
+
+    @property
     def could_have_draft_head(self) -> bool:
         return "fp8_linear" in self.replaced and self.rows > 0 and self.version >= choices.DRAFT_HEAD_SINCE
 
@@ -118,6 +122,8 @@ class Request:
             return (0,)
         if self.prefill_graphs is not None:
             return (self.prefill_graphs,)
+        if self.shadow is not None and self.version < choices.SHADOWED_SINCE:
+            return (0,)
         return (*dict.fromkeys((prefill_graphs.worth_capturing(self.gpus), CAPTURED_ROWS)), 0)
 
     @property
@@ -255,7 +261,7 @@ def make(request: Request) -> Plan:
     plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk, rows in wishes])
     if not plan.fits:  # with what the estimates may be short by kept free; without, it may
         plan = _best([_sized(request, chunk, may_capture[-1], with_errors=False) for chunk in chunks])
-    plan.interval = 0 if choices.INTERVAL in request.also_set else _interval(request, plan.chunk)
+    plan.interval = 0 if choices.says_interval(request) else _interval(request, plan.chunk)
     _flags(plan)
     return plan
 
@@ -274,13 +280,12 @@ def _best(plans: list[Plan]) -> Plan:
 def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Plan:
     m, tp, version = request.model, request.gpus, request.version
     total = request.memory_mib * (1 << 20)
-    rows = request.concurrency * max(1, request.rows)
     reserves = memory.reserves(
         m,
         tp=tp,
         context=request.context,
         chunk=chunk,
-        rows=rows,
+        rows=request.most_rows,
         replaced=request.replaced,
         drafts=request.has_draft_head,
         captured=prefill_graphs.captured_rows(captured) if captured else (),
@@ -463,11 +468,11 @@ def _notes(plan: Plan) -> None:
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
             "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"
         )
-    rows = r.concurrency * max(1, r.rows)
-    if r.gpus > 1 and "all_reduce" in r.replaced and rows > all_reduce_sizes.MAX_ROWS:
+    plan.notes += choices.in_vain(r)
+    if r.gpus > 1 and "all_reduce" in r.replaced and r.most_rows > all_reduce_sizes.MAX_ROWS:
         plan.notes.append(
-            f"steps of {rows} rows are more than all_reduce takes ({all_reduce_sizes.MAX_ROWS}): the sums between the "
-            "cards will be NCCL's, as in the column of the ceilings"
+            f"steps of {r.most_rows} rows are more than all_reduce takes ({all_reduce_sizes.MAX_ROWS}): the sums "
+            "between the cards will be NCCL's, as in the column of the ceilings"
         )
     per_request = plan.tokens // r.context
     if plan.fits and per_request < r.concurrency:
@@ -530,34 +535,3 @@ def local_model(plan: Plan) -> Path | None:
 def _with_its_links(model: Path) -> Path:
     """The folder to mount: a download's files may be links to files beside it."""
     return Path(os.path.commonpath((model, (model / "config.json").resolve())))
-
-
-def remedies(request: Request) -> list[str]:
-    """Requests near this one that would fit."""
-    found = []
-    for tp in [tp for tp in TPS if tp > request.gpus]:
-        other = Request(**vars(request) | {"gpus": tp})
-        try:
-            if make(other).fits:
-                found.append(f"{tp} cards")
-                break
-        except CommandError:
-            continue
-    contexts = [request.context // 2**i for i in range(1, 9) if request.context // 2**i >= 1024]
-    smaller = next((c for c in contexts if make(Request(**vars(request) | {"context": c})).fits), None)
-    if smaller:
-        found.append(f"--context {smaller}")
-    if request.speculation and make(Request(**vars(request) | {"speculation": None})).fits:
-        found.append("--spec none")
-    fewer = [request.concurrency // 2**i for i in range(1, 13) if request.concurrency // 2**i >= 1]
-    streams = next((n for n in fewer if make(Request(**vars(request) | {"concurrency": n})).fits), None)
-    if streams:
-        found.append(f"--concurrency {streams}")
-    if request.shadow and EXPERTS in request.replaced:
-        others = tuple(op for op in request.replaced if op != EXPERTS)
-        without = {"replaced": others, "switched_off": (*request.switched_off, EXPERTS)}
-        if make(Request(**vars(request) | without)).fits:
-            found.append(f"DSV4_SM120_SET={EXPERTS}=off, to compare all but the experts")
-    if request.model.expert_format == FP8:
-        found.append("the FP4 checkpoint (deepseek-ai/DeepSeek-V4-Flash)")
-    return found

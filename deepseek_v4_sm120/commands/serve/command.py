@@ -22,8 +22,8 @@ from deepseek_v4_sm120.commands.console import CommandError, encodable
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.http_get import get
+from deepseek_v4_sm120.commands.plan import choices, launch
 from deepseek_v4_sm120.commands.plan import command as plan_command
-from deepseek_v4_sm120.commands.plan import launch
 from deepseek_v4_sm120.settings import REPORT, read_choices
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"[serve] yours instead of the plan's: {name}")
     if plan.request.profile_unused:
         _say(f"[serve] {plan.request.profile_unused}")
-    for text in tolerated:
+    for text in (*tolerated, *choices.in_vain(plan.request)):
         _say(f"[serve] {text}")
     shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in redacted(added).items())
     line = shlex.join(redacted(words)).replace(f"'{HIDDEN}'", HIDDEN)
