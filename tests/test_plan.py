@@ -13,6 +13,7 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import remedies
+from deepseek_v4_sm120.commands.plan.request import Request
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.settings import Settings
 
@@ -25,7 +26,7 @@ def request(**changes):
     values = dict(
         model=models.FLASH, gpus=2, memory_mib=MEMORY, context=393_216, concurrency=8, speculation=MTP, sglang="0.5.23"
     )
-    return launch.Request(**values | changes)
+    return Request(**values | changes)
 
 
 def flags(plan):
@@ -359,7 +360,7 @@ def test_one_stream_needs_no_fairness():
 def test_long_contexts_take_smaller_chunks_where_the_logits_are_a_tensor():
     wanted = request(context=1 << 20, concurrency=1, sglang="0.5.17", speculation=None)
     assert flags(launch.make(wanted))["--chunked-prefill-size"] == "8192"
-    stock = launch.Request(**vars(wanted) | {"replaced": ("sparse_decode",)})
+    stock = Request(**vars(wanted) | {"replaced": ("sparse_decode",)})
     assert int(flags(launch.make(stock))["--chunked-prefill-size"]) < 8192
 
 

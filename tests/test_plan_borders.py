@@ -11,6 +11,7 @@ from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import choices, command, launch, memory, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import FP4_CHECKPOINT, remedies
+from deepseek_v4_sm120.commands.plan.request import PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE, Plan
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 from deepseek_v4_sm120.sglang_patches.table import PREFILL_GRAPHS as GRAPHS
 from tests.test_plan import MTP, request
@@ -20,7 +21,7 @@ def made_plan(tokens=393_216, window_tokens=None, reserves=(), fraction=0.5, wei
     """A plan on a card of 1,000 MiB, without what `make` works out."""
     sized = memory.Pools(0, window_tokens, 0.0, 100.0)
     asked = request(**{"memory_mib": 1000, "context": 393_216} | changes)
-    return launch.Plan(asked, 4096, fraction, weights, list(reserves), sized, tokens)
+    return Plan(asked, 4096, fraction, weights, list(reserves), sized, tokens)
 
 
 def test_a_plan_fits_to_the_last_token_and_window_slot():
@@ -84,7 +85,7 @@ def test_which_passes_of_prompts_may_be_in_graphs(changes, rows):
 
 def test_prefill_graphs_are_planned_for_the_releases_that_are_patched():
     first = {t.replacement.rpartition(":")[2]: min(s.version for s in SpecifierSet(t.sglang)) for t in GRAPHS.targets}
-    since = [".".join(map(str, version)) for version in (choices.PREFILL_GRAPHS_SINCE, choices.WITH_MTP_SINCE)]
+    since = [".".join(map(str, version)) for version in (PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE)]
     assert [min(first.values()), first["replace_with_mtp"]] == since
 
 

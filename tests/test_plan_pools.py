@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120.commands.plan import launch, memory, models
+from deepseek_v4_sm120.commands.plan.request import Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, DSPARK_SINCE, EAGLE, Speculation
 from tests.patching.conftest import sglang_wheel  # noqa: F401
 from tests.patching.wheels import RELEASES
@@ -30,13 +31,13 @@ PLANS = [
 
 
 @functools.cache  # what all tests here begin with
-def plans_of(release: str) -> list[launch.Plan]:
+def plans_of(release: str) -> list[Plan]:
     """Without prefill graphs, whose memory would be another difference between releases."""
-    requests = [launch.Request(memory_mib=MEMORY, sglang=release, prefill_graphs=0, **wanted) for wanted in PLANS]
+    requests = [Request(memory_mib=MEMORY, sglang=release, prefill_graphs=0, **wanted) for wanted in PLANS]
     return [launch.make(r) for r in requests if r.model is models.FLASH or r.version >= DSPARK_SINCE]
 
 
-def case(plan: launch.Plan) -> dict:
+def case(plan: Plan) -> dict:
     """What SGLang is asked: the bytes that the plan leaves to its pools, and the plan's own flags."""
     return {
         "available_bytes": int(plan.static_bytes - plan.weights),

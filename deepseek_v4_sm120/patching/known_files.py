@@ -36,11 +36,7 @@ class KnownFiles:
 
 
 def question(where: str, contract: Contract, caller: str | None) -> str:
-    return digest(repr((where, contract, caller)).encode())[:16]
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]
+    return hashlib.sha256(repr((where, contract, caller)).encode()).hexdigest()[:16]
 
 
 def nothing(release: str | None) -> KnownFiles:

@@ -1,11 +1,12 @@
 """Finding and reading a module's source, and a package's version, on disk: nothing is imported."""
 
 import ast
+import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepseek_v4_sm120.patching import import_hook, known_files
+from deepseek_v4_sm120.patching import import_hook
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ def parse(source: bytes | str) -> Parsed:
         return Parsed(None, f"cannot be parsed: {line}{error.msg}")
     except (ValueError, RecursionError) as error:  # NUL bytes before Python 3.12; nested too deeply
         return Parsed(None, f"cannot be parsed: {error}")
+
+
+def digest(content: bytes) -> str:
+    """Thirty-two hex digits of a file's bytes."""
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 class Sources:
@@ -65,7 +71,7 @@ class Sources:
         if module not in self._digests:
             path = self.path(module)
             try:
-                self._digests[module] = None if path is None else known_files.digest(path.read_bytes())
+                self._digests[module] = None if path is None else digest(path.read_bytes())
             except OSError:  # who parses it says why
                 self._digests[module] = None
         return self._digests[module]

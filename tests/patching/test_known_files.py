@@ -10,6 +10,7 @@ from deepseek_v4_sm120.patching import contract, known_files
 from deepseek_v4_sm120.patching.contract import ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, READY, Engine
 from deepseek_v4_sm120.patching.known_files import KnownFiles
+from deepseek_v4_sm120.patching.sources import digest as digest_of_file
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.table import KNOWN_FILES, TABLE
 from tests.patching import review
@@ -23,7 +24,7 @@ ANSWER = "0123456789abcdef"  # no digest of the function: who says it has not pa
 
 def known_of(files=READ, target=TARGET) -> KnownFiles:
     question = known_files.question(target.where, target.contract, target.caller)
-    digests = {module: known_files.digest(text.encode()) for module, text in files.items()}
+    digests = {module: digest_of_file(text.encode()) for module, text in files.items()}
     return KnownFiles(digests, {question: f"{ANSWER} {' '.join(READ)}"})
 
 
@@ -104,9 +105,9 @@ def test_each_file_is_read_once_until_it_is_forgotten(host, tmp_path):
     sources = make(start=False).sources
     first = sources.digest("eng_host.kernels")
     (tmp_path / "eng_host/kernels.py").write_text("another")
-    assert sources.digest("eng_host.kernels") == first == known_files.digest(FUNCTION.encode())
+    assert sources.digest("eng_host.kernels") == first == digest_of_file(FUNCTION.encode())
     sources.forget()
-    assert sources.digest("eng_host.kernels") == known_files.digest(b"another")
+    assert sources.digest("eng_host.kernels") == digest_of_file(b"another")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from deepseek_v4_sm120.patching import contract, known_files, ledger
-from deepseek_v4_sm120.patching.sources import Parsed, parse
+from deepseek_v4_sm120.patching import contract, ledger
+from deepseek_v4_sm120.patching.sources import Parsed, digest, parse
 from deepseek_v4_sm120.sglang_patches.table import LEDGER
 
 RELEASES = tuple(ledger.read(LEDGER).releases)
@@ -156,7 +156,7 @@ class WheelSources:
         """Of the file as a wheel has it; none of ours, which are in no wheel."""
         path = self.path(module)
         is_in_it = path is not None and not path.is_absolute()
-        return known_files.digest(archive(self.wheel).read(str(path))) if is_in_it else None
+        return digest(archive(self.wheel).read(str(path))) if is_in_it else None
 
     def read(self, module: str) -> str | None:
         path = self.path(module)

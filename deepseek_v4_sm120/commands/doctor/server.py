@@ -15,7 +15,7 @@ from deepseek_v4_sm120.commands.doctor import model_checks
 from deepseek_v4_sm120.commands.doctor.finding import OK, Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.commands.doctor.http_get import check_url, get
 from deepseek_v4_sm120.commands.plan import memory, models
-from deepseek_v4_sm120.commands.plan.choices import PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE
+from deepseek_v4_sm120.commands.plan.request import PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE
 from deepseek_v4_sm120.commands.speculation import (
     ALIASES,
     COMPACT,

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.doctor.software_checks import NOT_REPRODUCIBLE, REPRODUCIBLE
 from deepseek_v4_sm120.commands.plan.models import FP8
+from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, HALVES, PREFILL_GRAPHS, Plan, Request
 from deepseek_v4_sm120.commands.speculation import EAGLE
 from deepseek_v4_sm120.ops import all_reduce_sizes
 from deepseek_v4_sm120.settings import asks_for
-from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DEFAULTS, HALF_ROWS
 
-if TYPE_CHECKING:
-    from deepseek_v4_sm120.commands.plan.launch import Plan, Request
-
-DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
-PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
-SHADOWED_SINCE = (0, 5, 21)  # below, rows that graphs pad may hold anything, and shadow mode compares them
-HALVES, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 23)
-DEALT_STREAMS = "dealt_streams"
 # on two cards, where it was seen; and the first release whose reproducible compressors are ours
 DEALT_PRODUCTS, DEALT_SINCE, DEALT_SEEN, REPRODUCIBLE_SINCE = "dealt_products", (0, 5, 14), 2, (0, 5, 20)
 DEALT_BY = ("all_reduce", "bf16_linear", "compressor")  # operators

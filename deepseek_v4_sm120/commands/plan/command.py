@@ -10,9 +10,8 @@ from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import launch, models, roofline
-from deepseek_v4_sm120.commands.plan.choices import DRAFT_HEAD, PREFILL_GRAPHS
-from deepseek_v4_sm120.commands.plan.launch import Plan, Request
 from deepseek_v4_sm120.commands.plan.remedies import remedies
+from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, STRUCTURE, TEXT, Speculation, advise
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version

@@ -5,23 +5,20 @@ from __future__ import annotations
 import functools
 import math
 import os
-import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import choices, memory, roofline
-from deepseek_v4_sm120.commands.plan.models import FP8, Model
-from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, TEXT, Speculation, advise, refuse_if_unsafe
+from deepseek_v4_sm120.commands.plan.models import FP8
+from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
+from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, advise, refuse_if_unsafe
 from deepseek_v4_sm120.ops import all_reduce_sizes
-from deepseek_v4_sm120.settings import asks_for
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
-from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, HALF_ROWS
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 TPS = (1, 2, 4, 8)
 REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label, RTX PRO 6000
@@ -31,185 +28,11 @@ STEP = 0.01  # of --mem-fraction-static
 ENOUGH = 2  # times the tokens of all streams at full length: more capacity is worth less than a chunk or prefill graphs
 MOST_STREAMS = 4096
 LEAST_MEMORY_GB, MOST_MEMORY_GB = 8, 1024
-IMAGE = "lmsysorg/sglang:v{version}"
 MOUNT = "/opt/deepseek_v4_sm120"
 BUILT = '"$PWD/build/deepseek_v4_sm120/.."'  # of another folder than build/ Docker says that it does not exist
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
-NOTICEABLE = 0.02  # of a step: less is not worth its copy's memory
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
-
-
-@dataclass(frozen=True)
-class Request:
-    model: Model
-    gpus: int
-    memory_mib: int
-    context: int
-    concurrency: int
-    speculation: Speculation | None
-    sglang: str
-    replaced: tuple[str, ...] = OPS  # the operators that nothing leaves out
-    profile: str | None = None  # the file that says so
-    profile_unused: str | None = None  # why a server makes nothing of the file that was given
-    switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
-    draft_head: bool | None = None  # drafts guess with a copy of the head in E4M3, likewise; None: where it pays
-    also_set: Mapping[str, str] = field(default_factory=dict)  # what else it says, which no size here hangs on
-    prefill_graphs: int | None = None  # rows of a pass in graphs, at most, likewise; None: where there is room
-    sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
-    load: str = TEXT  # what is written: speculation.TEXT or STRUCTURE
-    insist: bool = False  # take a speculation that is known to answer wrongly
-    off: bool = False  # DSV4_SM120=off: nothing is replaced
-    shadow: str | None = None  # DSV4_SM120_SHADOW: SGLang's own run beside ours, and hold their weights
-
-    @property
-    def version(self) -> memory.Version:
-        return tuple(map(int, re.match(r"(\d+)\.(\d+)\.(\d+)", self.sglang).groups()))
-
-    @property
-    def image(self) -> str | None:
-        """SGLang's image of exactly this version; None of a build that is no release."""
-        return None if re.search(r"dev|\+", self.sglang) else IMAGE.format(version=self.sglang)
-
-    @property
-    def wo_a_bf16(self) -> bool:
-        return "wo_a" not in self.replaced
-
-    @property
-    def rows(self) -> int:
-        """Rows of a request that a step verifies; 0 without speculation."""
-        return 0 if self.speculation is None else self.speculation.rows
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of a decode or verify step, at most."""
-        return self.concurrency * max(1, self.rows)
-
-    @property
-    def could_have_draft_head(self) -> bool:
-        return "fp8_linear" in self.replaced and self.rows > 0 and self.version >= choices.DRAFT_HEAD_SINCE
-
-    @property
-    def has_draft_head(self) -> bool:
-        """Whether drafts guess with a copy of the head in E4M3: as the user says; else the model's own drafts, where a
-        step reads noticeably less."""
-        if not self.could_have_draft_head:
-            return False
-        if self.draft_head is not None or self.speculation.algorithm != EAGLE:
-            return bool(self.draft_head)
-        with_it, without = (self.drafted_step_seconds(self.speculation.rows - 1, one) for one in (True, False))
-        return with_it <= (1 - NOTICEABLE) * without
-
-    def drafted_step_seconds(self, drafts: int, draft_head: bool) -> float:
-        """The least time of a step of EAGLE with so many drafts."""
-        context, head_bytes = min(self.context, roofline.CONTEXT), 1.0 if draft_head else 2.0
-        sizes = self.model, self.gpus, self.concurrency, context, drafts
-        return roofline.speculating_seconds(*sizes, wo_a_bf16=self.wo_a_bf16, head_bytes=head_bytes)
-
-    @property
-    def may_keep_prefixes(self) -> bool:
-        """Whether more sliding windows may be held for cached prefixes: not where SGLang's own attention holds a copy
-        of that pool."""
-        return "sparse_decode" in self.replaced and self.shadow is None
-
-    @property
-    def may_capture(self) -> tuple[int, ...]:
-        """Rows of a prompt's pass in graphs at most, the wish first; 0: none. Of speculation beside the model's own
-        drafts alone, which are in no graph then."""
-        since = choices.PREFILL_GRAPHS_SINCE if self.speculation is None else choices.WITH_MTP_SINCE
-        has_others = self.speculation is not None and self.speculation.algorithm != EAGLE
-        if self.version < since or has_others or "index_select" not in self.replaced:
-            return (0,)
-        if self.prefill_graphs is not None:
-            return (self.prefill_graphs,)
-        if self.shadow is not None and self.version < choices.SHADOWED_SINCE:
-            return (0,)
-        return (*dict.fromkeys((prefill_graphs.worth_capturing(self.gpus), CAPTURED_ROWS)), 0)
-
-    @property
-    def may_halve(self) -> bool:
-        """Whether passes of a prompt's rows in graphs may go in halves: not where the user has said how they go, or
-        something that keeps all of them whole."""
-        said = self.also_set
-        is_said = choices.HALVES in said or self.prefill_graphs is not None
-        has_one_order = said.get("reproducible") == "on" and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
-        are_whole = self.shadow is not None or has_one_order
-        if is_said or are_whole or asks_for(said, choices.DEALT_STREAMS):
-            return False
-        return self.gpus > 1 and self.version >= choices.IN_GRAPHS_SINCE and self.may_capture[0] > 0
-
-
-@dataclass(frozen=True)
-class Flag:
-    name: str
-    value: str
-    reason: str
-
-
-@dataclass
-class Plan:
-    request: Request
-    chunk: int
-    fraction: float
-    weights: float
-    reserves: list[memory.Reserve]
-    pools: memory.Pools
-    tokens: int
-    captured: int = 0  # rows of a prompt's pass in graphs, at most
-    prefix_tails: int | None = None  # windows of cached prefixes; None: SGLang's own number
-    flags: list[Flag] = field(default_factory=list)
-    environment: list[Flag] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    interval: int = 0
-
-    @property
-    def halves(self) -> bool:
-        """Whether its greatest passes in graphs go in halves."""
-        return self.captured >= 2 * HALF_ROWS and self.request.may_halve
-
-    @property
-    def static_bytes(self) -> float:
-        """What --mem-fraction-static gives to weights and pools."""
-        return self.fraction * self.card_bytes
-
-    @property
-    def card_bytes(self) -> int:
-        return self.request.memory_mib * (1 << 20)
-
-    @property
-    def window_needed(self) -> int:
-        """Sliding-window slots that must be there at once: two chunks in flight, the window and two pages a request."""
-        return 2 * self.chunk + self.request.concurrency * (self.request.model.window + 2 * memory.PAGE_TOKENS)
-
-    @property
-    def has_window(self) -> bool:
-        """Where a release sizes that pool by the requests, it gives them what its scheduler needs."""
-        return self.pools.window_tokens is not None or self.pools.window(self.tokens) >= self.window_needed
-
-    @property
-    def fits(self) -> bool:
-        return self.tokens >= self.request.context and self.has_window
-
-    @property
-    def left_free(self) -> float:
-        """Bytes outside of the static part that no reserve claims."""
-        return self.card_bytes - self.static_bytes - sum(r.bytes for r in self.reserves)
-
-    @property
-    def off_by(self) -> float:
-        """Bytes by which the estimates of what is outside of the static part may be short."""
-        return sum(r.off_by for r in self.reserves)
-
-    @property
-    def spare(self) -> float:
-        """Bytes of capacity beyond one request of full length."""
-        return (self.tokens - self.request.context) * self.pools.token_bytes
-
-    @property
-    def is_tight(self) -> bool:
-        """It fits only if the estimates hold: less is left, outside or inside of the static part, than they may be
-        short by."""
-        return self.fits and (self.left_free < self.off_by or self.spare < self.weights * memory.WEIGHTS_OFF_BY)
 
 
 def check(request: Request) -> None:
@@ -459,9 +282,9 @@ def _notes(plan: Plan) -> None:
         held = memory.draft_head_bytes(r.model, r.gpus, r.concurrency * r.rows) / 1e9
         copy = f"a copy of the head in E4M3, {held:.2f} GB a card: no checkpoint's acceptance was looked at"
         plan.notes.append(
-            f"drafts guess with {copy}; compare SGLang's accept len with DSV4_SM120_SET={choices.DRAFT_HEAD}=off"
+            f"drafts guess with {copy}; compare SGLang's accept len with DSV4_SM120_SET={DRAFT_HEAD}=off"
             if r.has_draft_head
-            else f"each guess reads the whole head in bf16; DSV4_SM120_SET={choices.DRAFT_HEAD}=on gives drafts {copy}"
+            else f"each guess reads the whole head in bf16; DSV4_SM120_SET={DRAFT_HEAD}=on gives drafts {copy}"
         )
     if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import launch
-from deepseek_v4_sm120.commands.plan.launch import TPS, Request
+from deepseek_v4_sm120.commands.plan.launch import TPS
 from deepseek_v4_sm120.commands.plan.models import FLASH, FP4, FP8
+from deepseek_v4_sm120.commands.plan.request import Request
 
 EXPERTS = "mxfp4_moe"
 LEAST_CONTEXT = 1024

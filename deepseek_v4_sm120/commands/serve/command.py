@@ -24,6 +24,7 @@ from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.http_get import get
 from deepseek_v4_sm120.commands.plan import choices, launch
 from deepseek_v4_sm120.commands.plan import command as plan_command
+from deepseek_v4_sm120.commands.plan.request import Plan
 from deepseek_v4_sm120.settings import REPORT, read_choices
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
@@ -106,7 +107,7 @@ def _last(words: list[str], flag: str) -> str | None:
     return found
 
 
-def command_line(plan: launch.Plan, host: str, port: int, extra: list[str]) -> tuple[list[str], list[str]]:
+def command_line(plan: Plan, host: str, port: int, extra: list[str]) -> tuple[list[str], list[str]]:
     """(words, planned flags that the user's own replace)."""
     own = {word.partition("=")[0] for word in extra if word.startswith("--")}
     kept = [flag for flag in plan.flags if flag.name not in own]
@@ -116,14 +117,14 @@ def command_line(plan: launch.Plan, host: str, port: int, extra: list[str]) -> t
     return words + extra, dropped
 
 
-def unsafe(plan: launch.Plan, words: list[str], environ: Mapping[str, str]) -> list[str]:
+def unsafe(plan: Plan, words: list[str], environ: Mapping[str, str]) -> list[str]:
     """What is known of the speculation that this very command line starts, and tolerated; CommandError otherwise."""
     r = plan.request
     found = speculation.of_command(words, environ, r.model.dspark_block)
     return speculation.refuse_if_unsafe(r.version, found, r.replaced, insist=r.insist, release=r.sglang)
 
 
-def environment(plan: launch.Plan, environ: Mapping[str, str], profile: str | None) -> dict[str, str]:
+def environment(plan: Plan, environ: Mapping[str, str], profile: str | None) -> dict[str, str]:
     """What is added to the environment; of the plan's variables those that the user has not set."""
     behind = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != PACKAGE_FOLDER]
     added = {"PYTHONPATH": os.pathsep.join([str(PACKAGE_FOLDER), *behind])}
