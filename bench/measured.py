@@ -202,8 +202,8 @@ SECTIONS = {
         "flash43",
     ),
     "e2e_products_sglang": Section(
-        "The compressors' products, dealt to two cards",
-        "43 layers with 32 experts over two cards, our sums, engines in turn, three rounds.",
+        "The compressors' products, dealt to the cards",
+        "43 layers with 32 experts, our sums, engines in turn, three rounds.",
         {
             "decode step, ms, median of rounds in turn": "decode step, ms, median of rounds",
             "decode step within a run, ms, best": "within a run, ms, best",

@@ -61,7 +61,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
     "e2e_halves": ("halves2_same", "halves4_same", "halves2_combined", "halves2_43"),
     "e2e_streams": ("streams2_same", "streams2_43"),
-    "e2e_products": ("products2_same", "products2_43"),
+    "e2e_products": ("products2_same", "products4_same", "products2_43", "products4_43"),
     "e2e_prompts": (
         *("prompts", "prompts2", "prompts_planned", "prompts_planned2", "prompts_same", "prompts_same2"),
         "prompts_eagle",
@@ -70,7 +70,7 @@ RESULTS = {  # name of a result file: stages that go into it
 TIMELESS = ("e2e_features", "e2e_sums")  # of any device, since no row is a time
 # part of a name -> of its layers
 FEWER_EXPERTS = {"lengths_": 16, "_alone": 16, "_without_": 16, "_with_": 16, "43_prompts": 32}
-FEWER_EXPERTS["_products2_43"] = products_stage.EXPERTS
+FEWER_EXPERTS |= {f"_products{n}_43": products_stage.EXPERTS for n in products_stage.CARDS}
 FEATURE = "feature: "  # how the cases of the stage `features` begin
 OF_THEIR_OWN = {  # stages with rows of their own
     **{"faults": fault_rows, "soak": soak_rows},

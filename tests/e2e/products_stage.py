@@ -1,40 +1,51 @@
-"""The stages `products2_same` and `products2_43` of run_stage.py: the compressors' products dealt to two cards, and
-whole on both. To the last bit, at six layers, by log-probabilities and by EAGLE's text; and a step of one and of eight
-streams, by peers' memory and by the host's."""
+"""The stages `products2_same`, `products4_same`, `products2_43` and `products4_43` of run_stage.py: the compressors'
+products dealt to two and four cards, and whole on all. To the last bit, at six layers, by log-probabilities and by
+EAGLE's text; and a step of one and of eight streams, by peers' memory and by the host's."""
 
 import prompt_times
 
 ISSUE = 24
 SETTING = "dealt_products"
+CARDS = {2: "two cards", 4: "four cards"}
 WORDS = {"dealt": "products dealt", "whole": "products whole"}
 WAYS = {"": "sums by NVLink", "_host": "sums through host memory"}
-DEALT, WHOLE = "same_dealt_products2", "same_whole_products2"
-DEALT_TEXT, WHOLE_TEXT = "text_dealt_products2_eagle314", "text_whole_products2_eagle314"
+SAME, TEXT = "same_{}_products{}", "text_{}_products{}_eagle314"
 SAMES = [
-    ("two cards, products dealt against whole", DEALT, WHOLE),
-    ("two cards, products dealt, in batches, behind its first half, and once more", DEALT, DEALT),
+    row
+    for n, cards in CARDS.items()
+    for row in (
+        (f"{cards}, products dealt against whole", SAME.format("dealt", n), SAME.format("whole", n)),
+        (f"{cards}, products dealt, in batches, behind its first half, and once more", *[SAME.format("dealt", n)] * 2),
+    )
 ]
-TEXTS = [("two cards, EAGLE, 3 drafts, products dealt against whole", DEALT_TEXT, WHOLE_TEXT)]
-TIMED = {f"{how}_products2_43{way}": (how, way) for way in WAYS for how in WORDS}
+TEXTS = [
+    (f"{cards}, EAGLE, 3 drafts, products dealt against whole", TEXT.format("dealt", n), TEXT.format("whole", n))
+    for n, cards in CARDS.items()
+]
+TIMED = {f"{how}_products{n}_43{way}": (n, how, way) for n in CARDS for way in WAYS for how in WORDS}
 STREAMS = ("1", "8")
 EXPERTS = 32
 STEP, SHARE = "step_ms_middle_round", "decode step, median of rounds in turn, of the whole's"
-MOST = 1.0  # of the whole's step by NVLink: reckoned 0.975 to 0.985 at one stream
+MOST = 1.0  # of the whole's step by NVLink: reckoned 0.975 to 0.985 at one stream of two cards
 # Products of graphs count once, at their capture: of each size and its warm-ups four layers of six have one, 41 of 43.
 # Reports are written at powers of two
-PRODUCTS = {DEALT: 16, DEALT_TEXT: 16, **{name: 64 for name, (how, _) in TIMED.items() if how == "dealt"}}
+PRODUCTS = {one.format("dealt", n): 16 for one in (SAME, TEXT) for n in CARDS}
+PRODUCTS |= {name: 64 for name, (_, how, _) in TIMED.items() if how == "dealt"}
 IMPLEMENTATIONS = {
-    **{name: f"ours, reproducible, two cards, {WORDS[how]}" for name, how in ((DEALT, "dealt"), (WHOLE, "whole"))},
-    DEALT_TEXT: f"ours, reproducible, EAGLE 3/1/4, two cards, {WORDS['dealt']}",
-    WHOLE_TEXT: f"ours, reproducible, EAGLE 3/1/4, two cards, {WORDS['whole']}",
-    **{name: f"ours, two cards, {WAYS[way]}, {WORDS[how]}" for name, (how, way) in TIMED.items()},
+    **{SAME.format(how, n): f"ours, reproducible, {CARDS[n]}, {WORDS[how]}" for how in WORDS for n in CARDS},
+    **{
+        TEXT.format(how, n): f"ours, reproducible, EAGLE 3/1/4, {CARDS[n]}, {WORDS[how]}"
+        for how in WORDS
+        for n in CARDS
+    },
+    **{name: f"ours, {CARDS[n]}, {WAYS[way]}, {WORDS[how]}" for name, (n, how, way) in TIMED.items()},
 }
 
 
 def stages(make, timed, same, text, sets, ours, no_peers):
-    """timed, same, text: options of the three kinds of engines, over two cards with our sums; text: speculating."""
-    timed = [*timed, *sets(json_model_override_args=f'{{"n_routed_experts": {EXPERTS}}}'), "--mem", "0.97"]
-    timed += ["--rounds", "3", "--max-total-tokens", "100000", "--bs", *STREAMS, "--phases", "bench"]
+    """timed, same, text: cards -> options of the three kinds of engines with our sums; text: speculating."""
+    few = sets(json_model_override_args=f'{{"n_routed_experts": {EXPERTS}}}')
+    few += ["--mem", "0.97", "--rounds", "3", "--max-total-tokens", "100000", "--bs", *STREAMS, "--phases", "bench"]
 
     def choices(*said):
         return ours | {"DSV4_SM120_SET": ",".join(filter(None, said))} if any(said) else ours
@@ -42,28 +53,27 @@ def stages(make, timed, same, text, sets, ours, no_peers):
     def of(how):
         return f"{SETTING}=on" if how == "dealt" else None
 
-    return {
+    def kinds(n):
         # in turn: engines that answer at once on the same cards wait for each other's ranks (cards_stage.py)
-        "products2_same": [
-            make(
-                name.format(how),
-                options,
-                environment=choices("reproducible=on", of(how)),
-                takes_turns=True,
-            )
-            for name, options in (("same_{}_products2", same), ("text_{}_products2_eagle314", text))
+        return [
+            make(name.format(how, n), options, environment=choices("reproducible=on", of(how)), takes_turns=True)
+            for name, options in ((SAME, same(n)), (TEXT, text(n)))
             for how in WORDS
-        ],
-        "products2_43": [
+        ]
+
+    def steps(n):
+        return [
             make(
                 name,
-                timed,
+                [*timed(n), *few],
                 environment=choices("all_reduce=host" if way else None, of(how)) | (no_peers if way else {}),
                 takes_turns=True,
             )
-            for name, (how, way) in TIMED.items()
-        ],
-    }
+            for name, (cards, how, way) in TIMED.items()
+            if cards == n
+        ]
+
+    return {f"products{n}_same": kinds(n) for n in CARDS} | {f"products{n}_43": steps(n) for n in CARDS}
 
 
 def rows(cases, row):
@@ -76,11 +86,11 @@ def rows(cases, row):
         for name in cases
         if name in IMPLEMENTATIONS
     ]
-    for name, (how, way) in TIMED.items():
+    for name, (n, how, way) in TIMED.items():
         for streams in STREAMS if name in cases and how == "dealt" else ():
             dealt, whole = (
                 cases.get(one, {}).get("rows", {}).get(streams, {}).get(STEP)
-                for one in (name, f"whole_products2_43{way}")
+                for one in (name, f"whole_products{n}_43{way}")
             )
             value = dealt / whole if dealt and whole else None  # a bar without what it is of is missed
             case = f"flash43e64, {EXPERTS} experts, batch {streams}, 1K context"

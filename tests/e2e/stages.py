@@ -418,9 +418,9 @@ STAGES = {
     # the compressors' products dealt to the cards, and whole, with our sums
     **products_stage.stages(
         Case,
-        sums(2, *SIDE_BY_SIDE),
-        sums(2, *SAME, *SMALL_MODEL),
-        sums(2, *TEXT, *SMALL_MODEL, *eagle(3)),
+        lambda n: sums(n, *SIDE_BY_SIDE),
+        lambda n: sums(n, *SAME, *SMALL_MODEL),
+        lambda n: sums(n, *TEXT, *SMALL_MODEL, *eagle(3)),
         sets,
         EVERY_CALL,
         NO_PEERS,

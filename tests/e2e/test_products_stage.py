@@ -8,23 +8,27 @@ import pytest
 from tests.e2e.collect import products_stage
 from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
 
+SAME, TEXT = products_stage.SAME, products_stage.TEXT
 
-def test_bits_and_text_of_dealt_products(machine):  # noqa: F811
-    ended = machine("products2_same", FAKE_UNLIKE=products_stage.DEALT)
+
+@pytest.mark.parametrize("cards", products_stage.CARDS)
+def test_bits_and_text_of_dealt_products(machine, cards):  # noqa: F811
+    dealt, whole = (SAME.format(how, cards) for how in products_stage.WORDS)
+    ended = machine(f"products{cards}_same", FAKE_UNLIKE=dealt)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    path = machine.out / "stage_products2_same.json"
+    path = machine.out / f"stage_products{cards}_same.json"
     stage = json.loads(path.read_text())
     for name, case in stage["cases"].items():
         asked = "reproducible=on,dealt_products=on" if "dealt" in name else "reproducible=on "
         assert f"DSV4_SM120_SET={asked}" in case["command"], name
-        assert "tp_size=2" in case["command"] and "disable_custom_all_reduce" not in case["command"]
+        assert f"tp_size={cards}" in case["command"] and "disable_custom_all_reduce" not in case["command"]
         assert ('speculative_algorithm="EAGLE"' in case["command"].replace("\\", "")) is name.startswith("text")
     told = {(s["run"], s["against"]): (s["answers"] > 0, s["differ"] > 0) for s in stage["sames"]}
     assert told == {
-        (products_stage.DEALT, products_stage.WHOLE): (True, True),
-        (products_stage.DEALT, products_stage.DEALT): (True, True),
+        (dealt, whole): (True, True),
+        (dealt, dealt): (True, True),
     }
-    assert sum(text["run"] == products_stage.DEALT_TEXT for text in stage["texts"]) > 3
+    assert sum(text["run"] == TEXT.format("dealt", cards) for text in stage["texts"]) > 3
     rows = rows_of(path)
     differ = [row for row in rows if row["metric"] == "answers that differ" and row["bar"] == 0]
     by_text = [row["met"] for row in differ if "EAGLE" in row["impl"]]
@@ -36,24 +40,25 @@ def test_bits_and_text_of_dealt_products(machine):  # noqa: F811
 
 @pytest.mark.parametrize(("products", "missing"), [("8", 8), ("0", 16), ("16", 0)])
 def test_an_engine_whose_products_were_whole_has_shown_nothing(machine, products, missing):  # noqa: F811
-    machine("products2_same", "--only", products_stage.DEALT, FAKE_PASSES=products)
+    machine("products2_same", "--only", SAME.format("dealt", 2), FAKE_PASSES=products)
     rows = rows_of(machine.out / "stage_products2_same.json")
     [row] = [row for row in rows if "products dealt on each card" in row["metric"]]
     assert (row["value"], row["bar"], row["met"]) == (missing, 0, missing == 0)
 
 
-def test_a_step_with_products_dealt_and_whole(machine):  # noqa: F811
-    ended = machine("products2_43")
+@pytest.mark.parametrize("cards", products_stage.CARDS)
+def test_a_step_with_products_dealt_and_whole(machine, cards):  # noqa: F811
+    ended = machine(f"products{cards}_43")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    path = machine.out / "stage_products2_43.json"
+    path = machine.out / f"stage_products{cards}_43.json"
     stage = json.loads(path.read_text())
-    names = [f"{how}_products2_43{way}" for way in ("", "_host") for how in ("dealt", "whole")]
+    names = [f"{how}_products{cards}_43{way}" for way in ("", "_host") for how in ("dealt", "whole")]
     assert list(stage["cases"]) == names
     for name, case in stage["cases"].items():
         assert ("dealt_products=on" in case["command"]) is name.startswith("dealt")
         assert ("NCCL_P2P_DISABLE=1" in case["command"]) is name.endswith("_host")
         assert ("all_reduce=host" in case["command"]) is name.endswith("_host")
-        assert list(case["rows"]) == ["1", "8"]
+        assert list(case["rows"]) == ["1", "8"] and f"tp_size={cards}" in case["command"]
         assert all(len(timed["step_ms_rounds"]) == 3 for timed in case["rows"].values())
     for name, times in zip(names, ((3.7, 7.1), (3.8, 7.0), (4.2, 8.1), (4.2, 9.0)), strict=True):
         for timed, ms in zip(stage["cases"][name]["rows"].values(), times, strict=True):
