@@ -169,6 +169,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
+    common.require_gpu()
+    if options.ranks not in op.RANKS:  # argparse does not look at its default
+        parser.error(f"sums need {', '.join(map(str, op.RANKS))} cards, torch sees {options.ranks}")
     options.commit = options.commit or common.head()
     in_processes(options.ranks, measure, options)
 

@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/bf16_linear_h200.json")
     arguments = parser.parse_args()
+    common.require_gpu()
     commit = arguments.commit or extension.build_info()["git_commit"]
     gbs = read_bandwidth_gbs()
     found = common.ceilings() | {"read_gbs": round(gbs, 1)}

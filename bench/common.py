@@ -37,6 +37,12 @@ class Row:
     note: str = ""
 
 
+def require_gpu() -> None:
+    """End in one sentence where there is nothing to measure on."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+
+
 def row(issue: int, case: str, impl: str, metric: str, value: float, bar: float | None = None, note: str = "") -> Row:
     return Row(issue, case, impl, metric, value, bar, None if bar is None else value <= bar, note)
 

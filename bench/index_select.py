@@ -239,6 +239,7 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown", help="where the copy that runs has no history")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/index_select.json")
     arguments = parser.parse_args()
+    common.require_gpu()
     for kernel in extension.load().kernel_attributes():
         if kernel["name"].startswith("index"):
             print("  ".join(f"{name} {value}" for name, value in kernel.items()))

@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the cases with bars only")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/mhc.json")
     arguments = parser.parse_args()
+    common.require_gpu()
     report = common.Report("mhc", extension.build_info()["git_commit"], common.ceilings())
     print(report.ceilings, flush=True)
     try:

@@ -107,6 +107,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
+    common.require_gpu()
+    if options.ranks < 2:
+        parser.error(f"sums need 2 cards or more, got {options.ranks}")
     options.commit = options.commit or common.head()
     report = common.Report("prompt_sums", options.commit, {})
     way = f"{options.ranks} cards, {'host memory' if options.no_peers else 'what NCCL finds'}"

@@ -7,6 +7,7 @@ choose other splits for other batches. Parting at a tie is stated and, unless --
 The others are streamed: the prompt is sent when each has its first token, and none may have its last before the prompt
 has its own. A server that runs fewer at once leaves the gate incomplete. Half of them are sampled (`--sampled`): as
 SGLang comes, one such request has the greedy ones beside it sampled, too, so that of equal logits any may be chosen.
+A server that answers them as if they were greedy has sampled nothing beside the prompt, and leaves the gate incomplete.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Comparison:
         self.worst = self.own = 0.0
         self.alone: list[list[int]] = []
         self.company = options.others
+        self.not_drawn = 0  # of the first prompt's company: sampled, and yet the greedy answer
 
     def ask_alone(self, prompt: list[int], where: str) -> Answer:
         greedy.forget(self.endpoint)
@@ -107,6 +109,13 @@ class Comparison:
             self.faults += not place.tie or self.options.strict
             self.findings.append(place.text(*names))
 
+    def see_drawn(self, prompts: list[list[int]], answers: list[Answer]) -> None:
+        """Whether a temperature was heeded: `answers` (the first ones, to `prompts`) beside the greedy ones."""
+        greedy.forget(self.endpoint)
+        asked = {"max_new_tokens": LONGER * self.options.new, "ignore_eos": True}
+        plain = self.endpoint.generate_many(prompts, len(prompts), **asked)
+        self.not_drawn = sum(one.ids == other.ids for one, other in zip(plain, answers, strict=False))
+
     def prompt(self, index: int, prompt: list[int], others: list[list[int]]) -> None:
         """One prompt alone, again alone, and among the others."""
         options, before = self.options, self.faults
@@ -122,6 +131,8 @@ class Comparison:
         self.company = min(self.company, company)
         if self.faults > before:
             return
+        if index == 0 and options.sampled:
+            self.see_drawn(others[: options.sampled], theirs)
         self.own = max(self.own, logprob_difference(alone, again))
         self.part(index, prompt, alone, again, ("alone", "alone again"))
         difference = logprob_difference(alone, crowded)
@@ -170,4 +181,10 @@ def run(options: argparse.Namespace) -> Verdict:
         incomplete = in_flight.serialised(endpoint, found.company + 1, options.others + 1, instead)
     elif not found.faults:
         incomplete = whole.says_nothing(found.alone)
+        if not incomplete and found.not_drawn > options.sampled / 2:
+            incomplete = (
+                f"of {options.sampled} requests with temperature {TEMPERATURE:g}, {found.not_drawn} got the greedy "
+                f"answer of {LONGER * options.new} tokens: nothing was sampled beside the prompt. --sampled 0 asks for "
+                "no more"
+            )
     return Verdict(NAME, not found.faults, summary, found.findings, figures, incomplete=incomplete)

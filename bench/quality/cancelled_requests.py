@@ -3,9 +3,11 @@ no request beside it.
 
 In each round many requests are sent at once. Of four, one is left by its client in the middle of its stream, one before
 its first byte has come (in the queue or the prefill), one is ended through /abort_request, and one is let alone: that
-one must come whole. Then the server must say (/v1/loads) that nothing runs or waits, and that no more of the KV cache
-is in use than before. Prompts that were asked twice before the storm are asked again: where the two answers were the
-same to the bit, so must the third be; where the server wavers by itself, ties are stated as everywhere.
+one must come whole, and asked again alone, after the storm, it may not part by a token that is not among the 20 best
+there (a batch may move what is closer: that is only counted). Then the server must say (/v1/loads) that nothing runs or
+waits, and that no more of the KV cache is in use than before. Prompts that were asked twice before the storm are asked
+again: where the two answers were the same to the bit, so must the third be; where the server wavers by itself, ties are
+stated as everywhere.
 
 INCOMPLETE: no load is told; no request was seen running; no abort was confirmed by the end of its stream; or the server
 was idle so late that the requests may have run to their own end, cancelled or not.
@@ -52,6 +54,8 @@ class Outcome:
     left: int = 0
     gone_s: float = 0.0
     token_s: float | None = None
+    prompt: int = 0  # of a request that nobody cancelled: which prompt, and what came
+    answer: Answer | None = None
 
 
 class Storm:
@@ -62,7 +66,8 @@ class Storm:
     def one(self, index: int) -> Outcome:
         kind, prompt = KINDS[index % len(KINDS)], self.prompts[index % len(self.prompts)]
         if kind == STAYS:
-            return self.stays(prompt, f"request {index}, which nobody cancelled")
+            found = self.stays(prompt, f"request {index}, which nobody cancelled")
+            return replace(found, prompt=index % len(self.prompts))
         # SGLang aborts by the beginning of a name: these have one length
         rid = uuid.uuid4().hex
         body = self.endpoint.generate_body(prompt, self.options.storm_new, 0, True) | {"stream": True, "rid": rid}
@@ -75,7 +80,8 @@ class Storm:
         answer = self.endpoint.generate(prompt, self.options.new, ignore_eos=True)
         if answer.finish == "abort":
             return Outcome(STAYS, (f"{where}: aborted: {answer.finish_message or 'it does not say why'}",))
-        return Outcome(STAYS, tuple(whole.faults(answer, self.options.new, where)))
+        wrong = tuple(whole.faults(answer, self.options.new, where))
+        return Outcome(STAYS, wrong, answer=None if wrong else answer)
 
     def cancelled(self, kind: str, body: dict, enough: int) -> Outcome:
         """Cancel a stream after `enough` tokens."""
@@ -203,7 +209,7 @@ class Aftermath:
         self.sky, self.before = Storm(endpoint, options, prompts), server_load.load_of(endpoint)
         self.outcomes: list[Outcome] = []
         self.faults: list[str] = []
-        self.idle_s, self.doubt = 0.0, ""
+        self.idle_s, self.doubt, self.moved = 0.0, "", 0
 
     def round(self, number: int) -> bool:
         """Whether another one makes sense."""
@@ -236,6 +242,27 @@ class Aftermath:
         if not any(one.confirmed for one in self.outcomes):
             self.doubt = self.doubt or "no stream ended with finish_reason 'abort' after /abort_request"
 
+    def beside(self, judged: bool) -> None:
+        """Ask what nobody cancelled once more, alone: a token that is not among the best 20 there is no rounding.
+        judged: the server tells log-probabilities; else differences are only counted.
+        """
+        alone: dict[int, Answer] = {}
+        for one in self.outcomes:
+            if one.answer is None:
+                continue
+            prompt = self.sky.prompts[one.prompt]
+            if one.prompt not in alone:
+                greedy.forget(self.endpoint)
+                alone[one.prompt] = self.endpoint.generate(prompt, self.options.new, ignore_eos=True)
+            pair = alone[one.prompt], one.answer
+            if pair[0].ids == pair[1].ids or not judged:
+                self.moved += pair[0].ids != pair[1].ids
+                continue
+            place = greedy.divergence(self.endpoint, one.prompt, prompt, *pair, self.options.tie)
+            self.moved += not place.tie
+            if place.second_logprob is None:
+                self.faults.append(f"beside the storm, {place.text('alone', 'in it')}")
+
     def figures(self) -> dict[str, float]:
         return {
             "requests": len(self.outcomes),
@@ -245,6 +272,7 @@ class Aftermath:
             "tokens_in_use_max": self.sky.most.used,
             "tokens_in_use_before": self.before.used,
             "idle_after_s": self.idle_s,
+            "moved_beside": self.moved,
         }
 
 
@@ -275,13 +303,15 @@ def run(options: argparse.Namespace) -> Verdict:
     )
     aftermath = Aftermath(endpoint, options, noise)
     aftermath.rounds()
-    faults, figures, lost, ties = aftermath.faults, aftermath.figures(), "", 0
+    faults, lost, ties = aftermath.faults, "", 0
     try:
         after, wrong = answers.ask("after the storm")
         changed, ties = ([], 0) if wrong else answers.changes(first, second, after)
         faults += wrong + changed
+        aftermath.beside(bool(answers.top))
     except ServerError as error:
         lost = f"after the storm: {error}"
+    figures = aftermath.figures()
     wavers = sum(a.ids != b.ids for a, b in zip(first, second, strict=True))
     figures |= {"prompts": len(prompts), "wavered_before": wavers, "ties": ties}
     summary = (

@@ -103,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def soak(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
     """Wave after wave until the time is up, at least one; says why it ended early, if it did."""
+    try:
+        return waves(endpoint, options, state)
+    except KeyboardInterrupt:  # what was found until then stands
+        return f"interrupted; the same command with --state {state.path} goes on"
+
+
+def waves(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
     total_s, sizes = options.hours * 3600, wave_sizes(options.seed, state.next_number())
 
     def one(number: int, size: int) -> str:

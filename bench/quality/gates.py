@@ -14,7 +14,8 @@ library only.
   summary FILE...        a Markdown table of verdicts
 
 Exit codes: 0 passed; 1 failed; 2 wrong usage; 3 no verdict; 4 incomplete: the server was lost on the way, answered
-something else than was asked, or ran fewer requests at once than the gate is about; 5 an error of the gate itself.
+something else than was asked, or ran fewer requests at once than the gate is about, or Ctrl-C; 5 an error of the gate
+itself.
 
 A server with an API key: --api-key, or SGLANG_API_KEY in the environment. It is sent to every server that the command
 names, and written nowhere.
@@ -169,6 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
     options.api_key = getattr(options, "api_key", None) or os.environ.get(API_KEY) or None
     try:
         return judged(options)
+    except KeyboardInterrupt:
+        print(f"gates: {options.gate}: interrupted: no verdict", file=sys.stderr)
+        return INCOMPLETE
     except Exception:  # Python's own exit code would be that of a gate that failed
         trace = without(traceback.format_exc(), options.api_key)
         print(f"{trace}gates: an error of the gate itself, above; the server has no verdict", file=sys.stderr)

@@ -13,11 +13,12 @@ position's lists share fewer than five.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.quality import greedy, saved, whole
-from bench.quality.verdict import Verdict, at_least, endpoint_of
+from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
 
@@ -141,15 +142,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def reference_of(options: argparse.Namespace, endpoint: Endpoint) -> dict:
     if not options.reference:
         raise ValueError("logit-oracle: give --reference (an address or a file), or --save")
-    if Path(options.reference).is_file():
+    if saved.is_file(NAME, options.reference):
         return saved.read(NAME, Path(options.reference))
     other = endpoint_of(options, options.reference)
     prompts = greedy.prompts_for(endpoint, options.prompts, options.lengths, options.seed)
     return saved.record(NAME, other, prompts, options.new)
 
 
+def is_itself(options: argparse.Namespace, endpoint: Endpoint) -> bool:
+    """Whether --reference is the address of the server under test."""
+    return not saved.is_file(NAME, options.reference) and endpoint.is_same_as(endpoint_of(options, options.reference))
+
+
 def run(options: argparse.Namespace) -> Verdict:
     at_least(NAME, 1, new=options.new, lengths=min(options.lengths))
+    check_bar(NAME, options.min_token_match, "min-token-match")
+    check_bar(NAME, options.min_overlap, "min-overlap")
+    if not 0 <= options.max_mean_error < math.inf:
+        raise ValueError(f"{NAME}: --max-mean-error must be at least 0 and finite, got {options.max_mean_error:g}")
     endpoint = endpoint_of(options)
     if options.save:
         saved.must_be_writable(options.save)
@@ -177,5 +187,15 @@ def run(options: argparse.Namespace) -> Verdict:
         f"mean log-probability error {figures['logprob_error_mean']:.4f} (bar {options.max_mean_error:g}); "
         f"{len(faults)} faults that fail whatever the means; self_: the candidate against itself"
     )
-    empty = whole.says_nothing([entry["answer"]["ids"] for entry in reference["entries"]]) if passed else ""
-    return Verdict(NAME, passed, summary, faults + places, figures, incomplete=empty)
+    incomplete, notes = "", []
+    if passed and found.lost:
+        incomplete = (
+            f"{found.lost} of {found.lost + found.positions} positions were not compared: a prompt is given up after "
+            f"{RESTARTS} differences; take a smaller --new and more --lengths"
+        )
+    elif passed:
+        incomplete = whole.says_nothing([entry["answer"]["ids"] for entry in reference["entries"]])
+    if passed and is_itself(options, endpoint):
+        passed = None
+        notes.append("the reference is the server under test: this shows its own noise, and nothing of what is right")
+    return Verdict(NAME, passed, summary, faults + places, figures, notes, incomplete)

@@ -30,6 +30,15 @@ def record(gate: str, endpoint: Endpoint, prompts: list[list[int]], new: int) ->
     }
 
 
+def is_file(gate: str, given: str) -> bool:
+    """Whether a reference is a saved file, not an address. ValueError: it looks like a file, and there is none."""
+    if Path(given).is_file():
+        return True
+    if "://" not in given and (given.endswith(".json") or "/" in given.rstrip("/")):
+        raise ValueError(f"{gate}: there is no file {given}; an address looks like http://host:port")
+    return False
+
+
 def must_be_writable(path: Path) -> None:
     """What cannot be written is known before the run."""
     path.parent.mkdir(parents=True, exist_ok=True)

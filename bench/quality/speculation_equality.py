@@ -2,7 +2,8 @@
 
 Speculation only guesses ahead; the verifier decides. A token that the model without speculation would not choose is a
 fault of the verifier, of its cache, or of the batch it ran in. Answers are streamed, so that it is seen how many really
-ran at once: a server that runs fewer than the concurrency says leaves the gate incomplete.
+ran at once: a server that runs fewer than the concurrency says leaves the gate incomplete. So does one that announces
+speculation and counts no step of it, in no answer and not in /server_info.
 
 The server without speculation is another one, or, where the cards hold one at a time, a file that --save has written of
 it: its answers, its best at every position, by which ties are judged, and what the batch alone changed.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from bench.quality import greedy, in_flight, saved, whole
 from bench.quality.verdict import Verdict, at_least, endpoint_of
-from bench.serving.answers import Answer
+from bench.serving.answers import Answer, is_acceptance
 from bench.serving.endpoint import Endpoint
 
 NAME = "speculation-equality"
@@ -105,7 +106,7 @@ def prompts_of(options: argparse.Namespace, endpoint: Endpoint) -> list[list[int
 
 def without(options: argparse.Namespace) -> Plain:
     """The reference, from its file or its server."""
-    if Path(options.without).is_file():
+    if saved.is_file(NAME, options.without):
         plain = from_record(saved.read(NAME, Path(options.without)))
         same_length = all(len(answer.ids) == plain.new for answer in plain.expected)
         if plain.new < FEWEST_NEW or not same_length or not _are_crowds(plain.crowds, len(plain.prompts)):
@@ -120,6 +121,20 @@ def without(options: argparse.Namespace) -> Plain:
     for index, answer in enumerate(expected):
         whole.demand(answer, options.new, f"{endpoint.url}, prompt {index}")
     return Plain(endpoint, prompts, expected, {})
+
+
+def never_drafted(endpoint: Endpoint, drafted: bool) -> str:
+    """Why nothing shows that the server has speculated, "" if something does."""
+    if drafted:
+        return ""
+    states = endpoint.server_info().get("internal_states")
+    state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
+    if is_acceptance(state.get("avg_spec_accept_length")):
+        return ""
+    return (
+        f"{endpoint.url} announces speculation, and no answer (spec_accept_length, spec_verify_ct) nor /server_info "
+        "(avg_spec_accept_length) counts a step of it: it may never have drafted"
+    )
 
 
 def parted(plain: Plain, answers: list[Answer], tie: float) -> list[greedy.Divergence]:
@@ -142,6 +157,7 @@ def run(options: argparse.Namespace) -> Verdict:
     plain = without(options)
     prompts, expected, new = plain.prompts, plain.expected, plain.new
     findings, figures, faults, serialised, notes, moved = [], {}, 0, "", [], []
+    drafted = False
     for concurrency in options.concurrency:
         if concurrency > 1 and plain.endpoint is not None:
             plain.crowds[str(concurrency)] = crowded(plain, plain.endpoint, concurrency)
@@ -155,6 +171,7 @@ def run(options: argparse.Namespace) -> Verdict:
             notes.append(f"what the batch alone changes at {concurrency} is not in the file")
         greedy.forget(speculating)
         answers, measured = in_flight.streamed(speculating, prompts, concurrency, new)
+        drafted = drafted or any(answer.speculated for answer in answers)
         figures[f"ran_at_once_at_{concurrency}"] = measured
         if measured < concurrency and not serialised:
             serialised = in_flight.serialised(speculating, measured, concurrency, f"--concurrency {max(1, measured)}")
@@ -174,5 +191,8 @@ def run(options: argparse.Namespace) -> Verdict:
     )
     if any(moved):  # then not every difference is speculation's
         summary += f"; the batch alone, without speculation, changes {', '.join(map(str, moved))} of {len(prompts)}"
-    incomplete = "" if faults else serialised or whole.says_nothing([answer.ids for answer in expected])
+    incomplete = ""
+    if not faults:
+        incomplete = serialised or whole.says_nothing([answer.ids for answer in expected])
+        incomplete = incomplete or never_drafted(speculating, drafted)
     return Verdict(NAME, faults == 0, summary, findings, figures, notes, incomplete)

@@ -30,10 +30,10 @@ def at_least(gate: str, least: int, **values: float) -> None:
             raise ValueError(f"{gate}: --{name.replace('_', '-')} must be at least {least}, got {value:g}")
 
 
-def check_bar(gate: str, score: float) -> None:
-    """Raise ValueError (wrong usage) unless --min-score is a bar that can be missed and can be met."""
+def check_bar(gate: str, score: float, name: str = "min-score") -> None:
+    """Raise ValueError (wrong usage) unless this option is a bar that can be missed and can be met."""
     if not 0 < score <= 1:
-        raise ValueError(f"{gate}: --min-score must be above 0 and at most 1, got {score:g}")
+        raise ValueError(f"{gate}: --{name} must be above 0 and at most 1, got {score:g}")
 
 
 def without(value: object, secret: str | None) -> object:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from bench.serving.server_errors import ServerNonsense
 
 GREATEST_ID = 2**31  # of a token: the ids of tokenizers are 32-bit numbers
+GREATEST_ACCEPTANCE = 1e6
 
 
 def shown(value: object, length: int = 60) -> str:
@@ -73,6 +74,11 @@ def token(value: object, what: str) -> int:
     return value
 
 
+def is_acceptance(value: object) -> bool:
+    """Whether this is the number of tokens that a step of speculation has brought."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < GREATEST_ACCEPTANCE
+
+
 def tokens(value: object, what: str) -> list[int]:
     if not isinstance(value, list):
         raise _other(what, "a list of token ids", value)
@@ -112,6 +118,7 @@ class Answer:
     finish_message: str = ""  # what an abort says of itself
     logprob_ids: list[int] = field(default_factory=list)
     completion_tokens: int | None = None  # by the server's own count
+    speculated: bool = False  # it says that drafts were verified
 
     @classmethod
     def of(cls, value: object, what: str = "/generate") -> Answer:
@@ -149,6 +156,7 @@ class Answer:
             finish_message=message,
             logprob_ids=[one for _, one in chosen],
             completion_tokens=None if made is None else count(made, f"{what}: completion_tokens"),
+            speculated=any(is_acceptance(meta.get(name)) for name in ("spec_accept_length", "spec_verify_ct")),
         )
 
     def followed_by(self, piece: Answer) -> Answer:

@@ -124,6 +124,9 @@ def select(matrix: str, only: str | None, context_tokens: int | None) -> tuple[l
             )
             continue
         found.append(cell)
+    names = [cell.name for cell in MATRICES[matrix]()]
+    if unknown := [word for word in words if not any(word in name for name in names)]:
+        raise ValueError(f"--only: no cell of the matrix {matrix!r} has {unknown} in its name: {', '.join(names)}")
     if not found:
         raise ValueError(f"no cell of the matrix {matrix!r} is left (only={only!r}, context {context_tokens} tokens)")
     return found, left_out

@@ -154,6 +154,17 @@ def check_out(folder: Path) -> None:
         raise ValueError(f"--out: {folder} cannot be written to: {error.strerror or error}") from error
 
 
+def keep_earlier(folder: Path) -> None:
+    """Set an earlier run's result aside: hours of it may not go because somebody starts the command again."""
+    path, number = folder / "result.json", 1
+    if not path.exists():
+        return
+    while (aside := folder / f"result.json.old{number if number > 1 else ''}").exists():
+        number += 1
+    path.rename(aside)
+    print(f"compare: {path} of an earlier run is kept as {shown(str(aside))}", file=sys.stderr)
+
+
 def check(options: argparse.Namespace) -> None:
     """Raise ValueError for what cannot work, before anything is started."""
     if not options.change:
@@ -163,8 +174,8 @@ def check(options: argparse.Namespace) -> None:
     a, b = make_sides(options, "")
     if options.spec and not (a.command and b.command):
         raise ValueError("--spec needs both sides as commands: the flags are added to them")
-    if a.url == b.url and (options.both_at_once or not (a.command and b.command)):
-        raise ValueError(f"A and B have the same address, {a.url}")
+    if a.endpoint.is_same_as(b.endpoint) and (options.both_at_once or not (a.command and b.command)):
+        raise ValueError(f"A and B have the same address, {' and '.join(dict.fromkeys((a.url, b.url)))}")
     if bool(a.command) != bool(b.command):
         raise ValueError("one side is a command and the other an address: then they cannot take turns on the GPUs; "
                          "give both as commands, or start both yourself")  # fmt: skip
@@ -271,7 +282,15 @@ def compare(options: argparse.Namespace) -> dict:
                 result["notes"] += [note for note in left_out if note not in result["notes"]]
                 return chosen
 
-            Session(make_sides(options, flags), settings, generator, options.out, choose, options.change, save).run()
+            session = Session(
+                make_sides(options, flags), settings, generator, options.out, choose, options.change, save
+            )
+            session.run()
+            if session.interrupted:  # whoever wants it to end does not want the next servers either
+                left = [name for name, _ in variants(options)[len(result["variants"]) :]]
+                result["notes"] += [f"interrupted: {name!r} was not begun" for name in left]
+                write(result, options.out)
+                break
     return result
 
 
@@ -287,8 +306,12 @@ def main(arguments: list[str] | None = None) -> int:
             options.api_key = options.api_key if options.api_key is not None else os.environ.get(API_KEY) or None
             check(options)
             check_out(options.out)
+            keep_earlier(options.out)
             folder, result = options.out, compare(options)
         write_reports(result, folder)
+    except KeyboardInterrupt:
+        print("compare: interrupted; what was measured until then, if anything, is in result.json", file=sys.stderr)
+        return INCOMPLETE
     except (ValueError, GeneratorFailed) as error:
         print(f"compare: {shown(str(error))}", file=sys.stderr)
         return USAGE

@@ -91,18 +91,40 @@ class Interval:
     last_s: float | None
 
 
+def _parts(url: str) -> urllib.parse.SplitResult:
+    """The parts of an address; ValueError names it."""
+    if any(not c.isprintable() or c.isspace() for c in url):
+        raise ValueError(f"a server's address holds no spaces and no control characters, got {url!r}")
+    try:
+        found = urllib.parse.urlsplit(url)
+        found.port  # noqa: B018  a property that raises
+    except ValueError as error:
+        raise ValueError(f"a server's address must look like http://host:port, got {url!r}: {error}") from error
+    return found
+
+
+def _addresses(host: str) -> set[str]:
+    """All of a host; none where nobody knows it."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    except (OSError, ValueError):
+        return set()
+
+
 class Endpoint:
     """A server at `url` (http://host:port); a new connection a request. `timeout_s`: the longest silence; `total_s`:
     the longest that a request may take, its answer included. `api_key` goes out with every request, into no message.
     """
 
     def __init__(self, url: str, timeout_s: float = 600.0, api_key: str | None = None, total_s: float = TOTAL_S):
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        parts = _parts(url if "//" in url else f"http://{url}")
         if parts.username is not None or parts.password is not None:
             raise ValueError("a server's address must hold no user and no password: give the key by itself")
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"a server's address must look like http://host:port, got {url!r}")
         self.host, self.port, self.prefix = parts.hostname, parts.port or 80, parts.path.rstrip("/")
+        if self.prefix.endswith("/v1"):
+            raise ValueError(f"a server's address ends before /v1, which is asked with the rest: got {url!r}")
         self.url = f"http://{parts.netloc}{self.prefix}"
         self.timeout_s, self.total_s = timeout_s, total_s
         self.headers = {"Content-Type": "application/json"}
@@ -201,6 +223,12 @@ class Endpoint:
                 probe.bind(address)
                 return True
         return False
+
+    def is_same_as(self, other: Endpoint) -> bool:
+        """Whether both are one server, by its address in whatever words (localhost, 127.0.0.1)."""
+        if (self.port, self.prefix) != (other.port, other.prefix):
+            return False
+        return self.host == other.host or not _addresses(self.host).isdisjoint(_addresses(other.host))
 
     def is_ready(self) -> bool:
         """/health is 503 while SGLang still warms up; /v1/models is asked where there is no /health."""

@@ -7,6 +7,7 @@ printed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +166,7 @@ def identify(
 
 def check_changes(changes: Iterable[str]) -> None:
     for change in changes:
-        if change not in CHANGES and not change.startswith(("flag:", "env:")):
+        if change not in CHANGES and not re.fullmatch(r"(flag|env):\S+", change):
             raise ValueError(f"--change must be {', '.join(CHANGES)}, flag:NAME or env:NAME; got {change!r}")
 
 

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.serving.answers import is_acceptance
 from bench.serving.cells import Cell
 
 PERCENTILES = (50, 90, 99)
@@ -90,6 +91,11 @@ def problems(cell: Cell, outputs: Sequence[dict], ignore_eos: bool) -> list[str]
             found.append(
                 f"{len(short)} answers are shorter than the {cell.output_tokens} tokens asked for: {short[:4]}"
             )
+        if long := [got for got, count in pairs if got > count]:
+            found.append(
+                f"{len(long)} answers are counted longer than the {cell.output_tokens} tokens asked for: {long[:4]}; "
+                "rates would be too high"
+            )
     if cell.kind != "depth":
         pairs = [(o.get("cached_tokens") or 0, n) for o, n in zip(outputs, prompt_lengths(cell), strict=True)]
         hit = [cached for cached, length in pairs if cached > max(COMMON_START_TOKENS, UNIQUE_MAX_CACHED * length)]
@@ -160,7 +166,8 @@ def figures(cell: Cell, outputs: Sequence[dict], fill: dict | None = None) -> tu
         values["prefill_tok_s"] = cell.prompt_tokens / statistics.median(output["ttft"] for output in streams)
     if fill is not None:
         values["fill_ttft_ms"] = fill["ttft"] * 1e3
-    lengths = [output["spec_accept_length"] for output in streams if output.get("spec_accept_length")]
+    told = [output.get("spec_accept_length") for output in streams]
+    lengths = [length for length in told if is_acceptance(length)]
     if lengths and "stream_tok_s" in values:
         values["acceptance_length"] = statistics.median(lengths)
         values["verifier_steps_s"] = values["stream_tok_s"] / values["acceptance_length"]

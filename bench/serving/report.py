@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ FOOT = (
     "with five; fewer than three rounds get no verdict."
 )
 CODE, BY_CODE = re.compile(r"`([^`]*)`"), r"<code>\1</code>"
+MAX_LENGTH_DIFFERENCE = 0.1  # of the greater median
 UNMEASURED = ("NOT MEASURED", "PARTLY MEASURED")  # in place of a metric
 NAMES = "What the tables name"
 GAPS = f"Time between two tokens, {KINDS['intrusion']}, all rounds together"
@@ -112,6 +114,23 @@ def cache_notes(variant: dict) -> list[str]:
                 what = f"{min(shares):.0%} of the prefix came from the cache" if known else "cache hits are not known"
                 text = f"{entry['cell']['name']}, {letter}: {what}"
                 found.append(text + "".join(f"; {run['note']}" for run in runs[:1] if "note" in run))
+    return found
+
+
+def length_notes(variant: dict) -> list[str]:
+    """Cells in which the two sides' answers have other lengths: figures of those are no comparison of speed alone."""
+    found = []
+    for entry in variant["cells"]:
+        medians = {}
+        for letter, runs in entry["runs"].items():
+            lengths = [one["output_len"] for run in runs if not run["problems"] for one in run.get("requests", ())]
+            if lengths:
+                medians[letter] = statistics.median(lengths)
+        if len(medians) == 2 and abs(medians["B"] - medians["A"]) > MAX_LENGTH_DIFFERENCE * max(medians.values()):
+            found.append(
+                f"{entry['cell']['name']}: the answers of A have {medians['A']:g} tokens, those of B {medians['B']:g} "
+                "(medians): do both give right answers?"
+            )
     return found
 
 
@@ -259,6 +278,8 @@ def variant_markdown(variant: dict) -> list[str]:
     distribution = list(distribution_rows(variant))
     if distribution:
         found += [f"{GAPS}:", "", markdown_table(GAPS_HEADER, iter(distribution)), ""]
+    if lengths := length_notes(variant):
+        found += ["**Answers of different length:**", "", *[f"- {note}" for note in lengths], ""]
     notes = cache_notes(variant)
     if notes:
         found += ["Prefix cache:", "", *[f"- {note}" for note in notes], ""]
@@ -316,6 +337,8 @@ def html_page(result: dict, plots: dict[str, bytes], plot_problem: str | None) -
             if distribution:
                 parts += [f"<p>{html.escape(GAPS)}:</p>", html_table(GAPS_HEADER, iter(distribution))]
             parts.append(html_items(cache_notes(variant)))
+            if lengths := length_notes(variant):
+                parts.append("<p class='bad'>Answers of different length:</p>" + html_items(lengths))
         for letter, side in variant["sides"].items():
             parts.append(html_items(side_lines(letter, side)))
             who = side["identity"] or {}

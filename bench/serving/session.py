@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.serving import identity, machine, measures
+from bench.serving.answers import is_acceptance
 from bench.serving.cells import DEPTH_SUFFIX, Cell
 from bench.serving.endpoint import Endpoint, ServerError, ServerRefused
 from bench.serving.generator_process import Generator, GeneratorFailed, Row
@@ -22,6 +23,7 @@ from deepseek_v4_sm120.commands.disclosure import shown
 FORMAT = "serving-comparison 1"
 OWN_VARIABLE = "DSV4_SM120_REPORT"  # set by this program on both sides
 FLUSH_TRIES = 20
+KEY_STATUSES = (401, 403)
 
 
 class SessionEnded(Exception):
@@ -98,6 +100,7 @@ class Session:
         self.cells: list[Cell] = []
         self.results: dict[str, dict] = {}
         self.incomplete: list[str] = []
+        self.interrupted = False
         self.prompt_source: PromptSource | None = None
 
     # --- servers
@@ -171,8 +174,11 @@ class Session:
         except ComparisonRefused:
             pass  # `refused` says it
         except (SessionEnded, ServerDied, ServerError) as error:
-            self.incomplete.append(str(error))
+            wants_key = isinstance(error, ServerRefused) and error.status in KEY_STATUSES
+            hint = ". Give the servers' key: SGLANG_API_KEY in the environment, or --api-key" if wants_key else ""
+            self.incomplete.append(str(error) + hint)
         except KeyboardInterrupt:
+            self.interrupted = True
             self.incomplete.append("interrupted")
         found = self.result()
         self.save(found)
@@ -325,8 +331,7 @@ class Session:
         states = info.get("internal_states") if isinstance(info, dict) else None
         first = states[0] if isinstance(states, list) and states else None
         length = first.get("avg_spec_accept_length") if isinstance(first, dict) else None
-        is_number = isinstance(length, int | float) and not isinstance(length, bool) and 0 < length < 1e6
-        if is_number and "stream_tok_s" in run["values"]:
+        if is_acceptance(length) and "stream_tok_s" in run["values"]:
             run["values"] |= {"acceptance_length": length, "verifier_steps_s": run["values"]["stream_tok_s"] / length}
             run["note"] = "the acceptance is the server's average since its start"
 

@@ -343,3 +343,5 @@ def test_nobody_there():
         server.ask("http://127.0.0.1:9")
     with pytest.raises(CommandError, match="must start with http"):
         server.ask("127.0.0.1:30000")
+    with pytest.raises(CommandError, match="without /v1 at its end"):
+        server.ask("http://127.0.0.1:30000/v1/")

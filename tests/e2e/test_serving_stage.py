@@ -124,11 +124,12 @@ def test_both_servers_are_compared_and_pass_the_gates(stage):
     assert "quality does not" in page and "no figure here is an SM120 figure" in page
     verdicts = {path.parent.name: json.loads(path.read_text())["verdict"] for path in out.glob("gates/*/*.json")}
     compared = ["batch_stock", "batch_patched", "speculation_stock", "speculation_patched"]
-    assert verdicts == dict.fromkeys(["oracle_stock_against_itself", "oracle_patched", *compared], "PASS")
-    assert (out / "gates.md").read_text().count("| PASS |") == 6
+    own_noise = {"oracle_stock_against_itself": "NO VERDICT"}
+    assert verdicts == own_noise | dict.fromkeys(["oracle_patched", *compared], "PASS")
+    assert (out / "gates.md").read_text().count("| PASS |") == 5
     result = json.loads((out / "gates.json").read_text())
     assert result["commit"] == "abc123" and result["device"]["name"] == "none"
-    assert [row["value"] for row in result["rows"] if row["metric"] == "verdict"] == ["PASS"] * 6
+    assert [row["value"] for row in result["rows"] if row["metric"] == "verdict"].count("PASS") == 5
     assert {"issue": 9, "impl": "batch-invariance", "bar": None, "met": None}.items() <= result["rows"][1].items()
     assert (out / "stock.log").exists()
 

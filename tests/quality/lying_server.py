@@ -417,8 +417,15 @@ COMPANY = [
     Lie("4 at once", {BATCH: INCOMPLETE}, server={"max_running": 4}, words="requests at once where 8 were to"),
     Lie("7 at once", {BATCH: INCOMPLETE}, server={"max_running": 7}, words="--max-running-requests 8"),
     Lie("5 at once", {SPECULATION: INCOMPLETE}, server={"max_running": 5}, words="5 requests at once where 8 were to"),
+    Lie(
+        "samples nothing", {BATCH: INCOMPLETE}, faults=("ignores_temperature",), words="the greedy answer of 96 tokens"
+    ),
+    Lie(
+        "announces speculation", {SPECULATION: INCOMPLETE}, words="may never have drafted",
+        server={"accept_length": 1, "flags": {"speculative_algorithm": "EAGLE"}},
+    ),
     Lie("all tokens at the end", _gates((BATCH, SPECULATION), INCOMPLETE), held_back(), words="buffer"),
-]
+]  # fmt: skip
 CALLS = [
     Lie("stop beside calls", {TOOLS: FAIL}, of_chat(finish_where("tool_calls", "stop")), words="_reason is 'stop'"),
     Lie("calls without calls", {TOOLS: FAIL}, of_chat(finish_where("stop", "tool_calls")), words="_reason is 'tool"),

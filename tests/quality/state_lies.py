@@ -55,6 +55,16 @@ def after_cancels(change: Callable) -> Callable:
     return say
 
 
+def in_a_storm(change: Callable) -> Callable:
+    """A lie about answers that are not streamed while others run, and only then."""
+    lie = of_generate(change)
+
+    def say(handler, content):
+        return lie(handler, content) if handler.engine.active > 1 and not handler.streaming else content
+
+    return say
+
+
 def other_logprob(found, meta):
     for entry in meta.get("output_token_logprobs", [])[5:6]:
         entry[0] -= 1e-6
@@ -134,6 +144,7 @@ LEFT_BEHIND = [
     Lie("one runs for ever", {CANCELLED: FAIL}, of_loads(load("num_running_reqs", 1), True), words="1 running"),
     Lie("one waits for ever", {CANCELLED: FAIL}, of_loads(load("num_waiting_reqs", 1), True), words="1 waiting"),
     Lie("other answers afterwards", {CANCELLED: FAIL}, after_cancels(other_token), words="after it chose 7"),
+    Lie("another answer beside the storm", {CANCELLED: FAIL}, in_a_storm(other_token), words="in it chose 7 (below"),
     Lie("other log-probabilities", {CANCELLED: FAIL}, after_cancels(other_logprob), words="differs by 1e-06"),
     Lie("shorter answers afterwards", {CANCELLED: FAIL}, after_cancels(keep(3, "stop")), words="3 tokens where"),
     Lie("one answer too long", {CANCELLED: FAIL}, after_cancels(one_more), words="25 tokens where 24"),

@@ -56,6 +56,9 @@ def test_a_server_that_says_the_key_back(serve, run, tmp_path, capsys):  # noqa:
     [
         ("logit-oracle", ["--new", "0"], "--new must be at least 1, got 0"),
         ("logit-oracle", ["--lengths", "16", "0"], "--lengths must be at least 1"),
+        ("logit-oracle", ["--min-token-match", "98"], "--min-token-match must be above 0 and at most 1, got 98"),
+        ("logit-oracle", ["--min-overlap", "0"], "--min-overlap must be above 0"),
+        ("logit-oracle", ["--max-mean-error", "inf"], "--max-mean-error must be at least 0 and finite"),
         ("speculation-equality", ["--num-prompts", "0"], "--num-prompts must be at least 1"),
         ("speculation-equality", ["--concurrency", "0"], "--concurrency must be at least 1"),
         ("speculation-equality", ["--concurrency", "32"], "--concurrency 32 needs as many prompts"),
@@ -116,6 +119,43 @@ def test_an_error_of_the_gate_itself_is_no_failure_of_the_server(serve, run, mon
     said = capsys.readouterr().err
     assert "Traceback" in said and "KeyError: '[api key]'" in said and "the server has no verdict" in said
     assert gates.INTERNAL not in (gates.PASSED, gates.FAILED, gates.USAGE, gates.NO_VERDICT, gates.INCOMPLETE)
+
+
+@pytest.mark.parametrize("gate", ["needle", "corruption-soak"])
+def test_an_interrupted_gate_has_no_verdict_and_says_so(gate, serve, run, monkeypatch, capsys):  # noqa: F811
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bench.serving.endpoint.Endpoint.generate", interrupted)
+    code, found = run(gate, serve())
+    said = capsys.readouterr()
+    assert code == gates.INCOMPLETE and "interrupted" in said.out + said.err and "Traceback" not in said.err
+    if gate == "corruption-soak":  # what was found until then is written down, and how to go on
+        assert found["verdict"] == "INCOMPLETE" and "goes on" in found["incomplete"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_is_no_reference_of_itself(host, serve, run):  # noqa: F811
+    server = serve()
+    code, found = run("logit-oracle", server, "--reference", f"http://{host}:{server.http.server_port}")
+    assert (code, found["verdict"]) == (gates.NO_VERDICT, "NO VERDICT") and "its own noise" in found["notes"][0]
+
+
+@pytest.mark.parametrize("name", ["nosuch.json", "/nosuch/reference"])
+def test_a_saved_file_that_is_not_there_is_no_address(name, serve, run, capsys):  # noqa: F811
+    for gate, option, settings in (
+        ("logit-oracle", "--reference", {}),
+        ("speculation-equality", "--without", {"accept_length": 2}),
+    ):
+        assert run(gate, serve(**settings), option, name)[0] == gates.USAGE
+        assert f"there is no file {name}" in capsys.readouterr().err
+
+
+def test_positions_that_were_given_up_are_no_pass(serve, run, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("bench.quality.logit_oracle.RESTARTS", 1)
+    server = serve("tie_flip")
+    code, found = run("logit-oracle", server, "--reference", serve().url, "--min-token-match", "0.1")
+    assert code == gates.INCOMPLETE and "positions were not compared" in found["incomplete"], found
 
 
 def test_a_summary_of_something_else(tmp_path, capsys):

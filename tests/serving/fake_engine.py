@@ -18,6 +18,7 @@ FAULTS = {
     "spec_corrupt": "with eight requests and more in flight, a token of some answers is another one",
     "tie_flip": "takes the second token where two are exactly as likely",
     "batch_variant": "answers depend on how many requests are in flight",
+    "ignores_temperature": "a sampled answer is the greedy one",
     "sampled_beside": "a greedy answer is drawn where a request beside it is",
     "forgets": "does not find what stands in the first half of a long prompt",
     "bad_math": "every answer is one too high",
@@ -132,6 +133,10 @@ class Engine:
             return " " + prose(60 + seed % 200, seed)
         return None
 
+    def samples(self, sampling: dict) -> bool:
+        """Whether an answer with these parameters is drawn."""
+        return sampling.get("temperature", 0) > 0 and "ignores_temperature" not in self.faults
+
     def spoiled(self, tokens: list[int]) -> list[int]:
         """A scripted answer with the faults that an answer word by word has."""
         if "foreign_script" in self.faults:
@@ -152,8 +157,8 @@ class Engine:
                 ids[0], ids[1] = ids[1], ids[0]
         return list(zip(logprobs, ids, strict=True))
 
-    def steps(self, ids: list[int], limit: int, ignore_eos: bool):
-        """(id, log-probability, top twenty) of each new token."""
+    def steps(self, ids: list[int], limit: int, ignore_eos: bool, samples: bool = False):
+        """(id, log-probability, top twenty) of each new token. `samples`: any of the ten best is chosen."""
         script = self.scripted(self.tokens.text(ids))
         if script is not None and not ignore_eos:
             for token in self.spoiled(self.tokens.ids(script)[:limit]):
@@ -168,6 +173,8 @@ class Engine:
         for position in range(limit):
             top = self.candidates(state)
             logprob, token = top[0]
+            if samples:
+                logprob, token = random.choice(top[:10])
             if "tie_flip" in self.faults and top[0][0] == top[1][0]:
                 logprob, token = top[1]
             if "spec_corrupt" in self.faults and self.active >= 8 and position == 5 and top[0][0] - top[7][0] > 1:

@@ -212,7 +212,8 @@ class Handler(BaseHTTPRequestHandler):
             return found if "no_text" in engine.faults else found | {"text": engine.tokens.text(made)}
 
         of_grammar = [int(word) for word in re.findall(r"w(\d+)", sampling.get("regex") or "")]
-        for token, logprob, top in engine.steps(ids, limit, sampling.get("ignore_eos", False)):
+        drawn = {"samples": True} if engine.samples(sampling) else {}
+        for token, logprob, top in engine.steps(ids, limit, sampling.get("ignore_eos", False), **drawn):
             token = of_grammar[len(made) % len(of_grammar)] if of_grammar else token
             made.append(token)
             logprobs.append(logprob)

@@ -258,6 +258,10 @@ def test_another_engine_is_measured_and_what_it_does_not_tell_stays_unknown(run,
                 (["--a-report", "/nowhere"], "--a-report: there is no folder /nowhere"),
                 (["--python", "/nowhere"], "--python: there is no program"),
                 (["--only", ""], "nothing is given for --only"),
+                (["--only", "single,nosuch"], r"no cell of the matrix 'smoke' has \['nosuch'\] in its name: single"),
+                (["--change", "flag:"], "--change must be"),
+                (["--a-url", "http://127.0.0.1:1", "--b-url", "http://localhost:1"], "the same address"),
+                (["--a-url", "http://h ost:1"], "holds no spaces"),
                 (["--spec", ""], "nothing is given for --spec"),
                 (["--a-label", " "], "nothing is given for --a-label"),
                 (["--api-key", ""], "nothing is given for --api-key"),
@@ -288,6 +292,48 @@ def test_a_command_that_fails_at_once_shows_the_end_of_its_log(run):
     code, _, text, _ = run(*sides, "--change", "nothing", "--only", "single")
     assert code == compare.INCOMPLETE
     assert "the server ended (exit code 7); its log ends: no such device" in text
+
+
+@pytest.mark.parametrize("where", ["run", "start"])
+def test_an_interrupted_session_begins_nothing_more(run, monkeypatch, where, capsys):
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"bench.serving.generator_process.Generator.{where}", interrupted)
+    sides = ["--a-cmd", command(free_port()), "--b-cmd", command(free_port()), "--spec", "--accept-length 3"]
+    code, result, text, _ = run(*sides, "--change", "nothing", "--only", "single")
+    assert code == compare.INCOMPLETE
+    if where == "start":  # before there was anything
+        return
+    assert [variant["incomplete"] for variant in result["variants"]] == [["interrupted"]]
+    assert "interrupted: 'with speculation: --accept-length 3' was not begun" in text
+
+
+def test_answers_that_end_early_are_told(run, serve):
+    """Where the model may end its answer, half an answer is no failure: it must be seen beside the rates."""
+    sides = [*urls(serve(), serve("short_answers")), "--change", "nothing", "--only", "single", "--natural-end"]
+    code, _, text, page = run(*sides)
+    assert code == compare.COMPARED
+    for shown in (text, page):
+        assert "single: the answers of A have 16 tokens, those of B 8 (medians)" in shown
+    assert "Answers of different length" not in run(*urls(serve(), serve()), *sides[-5:])[2]
+
+
+def test_servers_that_want_a_key_say_how_to_give_it(run, serve, monkeypatch):
+    monkeypatch.delenv("SGLANG_API_KEY", raising=False)
+    sides = urls(serve(api_key="s3cret"), serve(api_key="s3cret"))
+    code, _, text, _ = run(*sides, "--change", "nothing", "--only", "single")
+    assert code == compare.INCOMPLETE and "Give the servers' key: SGLANG_API_KEY in the environment" in text
+
+
+def test_an_earlier_result_is_set_aside(run, serve, tmp_path, capsys):
+    sides = [*urls(serve(), serve()), "--change", "nothing", "--only", "single"]
+    assert run(*sides)[0] == compare.COMPARED
+    first = (tmp_path / "out/result.json").read_text()
+    gone = ["--a-url", "http://127.0.0.1:1", "--b-url", "http://127.0.0.1:2", "--change", "nothing"]
+    assert run(*gone)[0] == run(*gone)[0] == compare.INCOMPLETE
+    assert (tmp_path / "out/result.json.old").read_text() == first and (tmp_path / "out/result.json.old2").exists()
+    assert "of an earlier run is kept as" in capsys.readouterr().err
 
 
 def test_rounds_that_would_pass_the_limit_are_not_begun(run, serve):

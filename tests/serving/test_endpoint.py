@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -83,6 +84,28 @@ def test_an_answer_and_an_event_without_end(raw, monkeypatch):
         Endpoint(raw(HEAD + b"\r\n", b" " * 2000)).get("/x")
     with pytest.raises(ServerNonsense, match="an event has more than"):
         list(Endpoint(raw(HEAD + b"\r\n", b"data: " + b"1" * 2000)).events("/x", {}))
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://h ost:80", "holds no spaces"),
+        ("http://host:80\x1b", "holds no spaces"),
+        ("http://host:99999", "got 'http://host:99999': Port out of range"),
+        ("http://[::1", "got 'http://[::1': Invalid IPv6"),
+        ("https://host:80", "must look like http://host:port"),
+        ("http://host:80/v1/", "ends before /v1"),
+    ],
+)
+def test_an_address_that_is_none(url, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Endpoint(url)
+
+
+def test_one_server_by_two_names():
+    assert Endpoint("http://127.0.0.1:3").is_same_as(Endpoint("http://localhost:3/"))
+    assert not Endpoint("http://127.0.0.1:3").is_same_as(Endpoint("http://localhost:4"))
+    assert not Endpoint("http://127.0.0.1:3").is_same_as(Endpoint("http://127.0.0.2:3"))
 
 
 def test_a_key_is_no_part_of_an_address():

@@ -238,6 +238,9 @@ def test_figures_of_prefill_and_speculation_by_hand():
     assert values == {"ttft_ms": 2000, "prefill_tok_s": 4000}
     values, _ = measures.figures(Cell("s", "single", 10, 3), [output(spec_accept_length=2.5)])
     assert values["acceptance_length"] == 2.5 and values["verifier_steps_s"] == pytest.approx(4)
+    for said in ("3", [2], -3, float("nan"), True, None, 0):  # no acceptance, whatever the server calls it
+        values, _ = measures.figures(Cell("s", "single", 10, 3), [output(spec_accept_length=said)])
+        assert "acceptance_length" not in values and values["stream_tok_s"] == pytest.approx(10), said
 
 
 def test_the_gaps_that_a_long_prompt_is_felt_in():
@@ -260,6 +263,7 @@ def test_the_gaps_that_a_long_prompt_is_felt_in():
         ),
         ({"ttft": 0.0}, "gave no token"),
         ({"output_len": 2}, "shorter than the 3 tokens asked for"),
+        ({"output_len": 12}, "counted longer than the 3 tokens asked for: [12]; rates would be too high"),
         ({"cached_tokens": 64}, "partly in the prefix cache (up to 64 tokens)"),
     ],
 )

@@ -27,6 +27,8 @@ def check_url(url: str) -> str:
         raise CommandError(what)
     if parts.username is not None or parts.query or parts.fragment:
         raise CommandError("--url must be an address alone, without user, password, ? or #; a key goes into --api-key")
+    if url.rstrip("/").endswith("/v1"):
+        raise CommandError(f"--url is the server's address, without /v1 at its end, got {one_line(url)!r}")
     return url.rstrip("/")
 
 
