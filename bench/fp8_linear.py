@@ -230,8 +230,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    common.require_gpu()
     ceilings = {"read_gbs": round(read_bandwidth_gbs(), 1), **common.ceilings()}
     report = common.Report("fp8_linear", arguments.commit or extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), ceilings, flush=True)

@@ -241,8 +241,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    common.require_gpu()
     report = common.Report("layer", arguments.commit or extension.build_info()["git_commit"], common.ceilings())
     print(torch.cuda.get_device_name(), report.ceilings, flush=True)
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size

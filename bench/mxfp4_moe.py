@@ -245,8 +245,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    common.require_gpu()
     why_not = "not asked for" if arguments.no_peers else None if is_installed("sglang") else "sglang is not installed"
     print(f"Marlin: {why_not or 'run'}")
     ceilings = {"read_gbs": round(read_bandwidth_gbs(), 1), **common.ceilings()}

@@ -198,8 +198,7 @@ def main() -> int:
     parser.add_argument("--search", action="store_true", help="for the fastest blocks, at TP2 and 8,192 rows")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/mxfp4_moe_prompts_h200.json")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    common.require_gpu()
     ceilings = {"mma_sync_tflops": round(mma_tflops(), 1), "matmul_tflops": round(matmul_tflops(), 1)}
     print(torch.cuda.get_device_name(), ceilings, flush=True)
     report = common.Report("mxfp4_moe_prompts", extension.build_info()["git_commit"], ceilings)

@@ -363,8 +363,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    common.require_gpu()
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     pools = Pools(generator)
     cases = [case for case in CASES if arguments.cases in case.name and (case.quick or not arguments.quick)]

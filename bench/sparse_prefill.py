@@ -353,8 +353,7 @@ def main() -> int:
     parser.add_argument("--structure", action="store_true", help="rows as a prompt has them alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_prefill.json")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    common.require_gpu()
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     ceilings = common.ceilings() | {"mma_bf16_tflops": round(mma_rate(), 1)}
     report = common.Report("sparse_prefill", extension.build_info()["git_commit"], ceilings)

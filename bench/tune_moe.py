@@ -153,8 +153,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--dry-run", action="store_true", help="print the entries, write nothing")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    common.require_gpu()
     major = torch.cuda.get_device_capability()[0]
     products = ["w4a16", "w4a8"] if major == op.BLOCK_SCALED_MAJOR else ["w4a16"]
     own = tune(arguments.tp, products, arguments.rows)

@@ -110,11 +110,11 @@ class Comparison:
             self.findings.append(place.text(*names))
 
     def see_drawn(self, prompts: list[list[int]], answers: list[Answer]) -> None:
-        """Whether a temperature was heeded: `answers` (the first ones, to `prompts`) beside the greedy ones."""
+        """Whether a temperature was heeded: the `answers` to `prompts` beside the greedy ones."""
         greedy.forget(self.endpoint)
         asked = {"max_new_tokens": LONGER * self.options.new, "ignore_eos": True}
         plain = self.endpoint.generate_many(prompts, len(prompts), **asked)
-        self.not_drawn = sum(one.ids == other.ids for one, other in zip(plain, answers, strict=False))
+        self.not_drawn = sum(one.ids == other.ids for one, other in zip(plain, answers, strict=True))
 
     def prompt(self, index: int, prompt: list[int], others: list[list[int]]) -> None:
         """One prompt alone, again alone, and among the others."""
@@ -132,7 +132,7 @@ class Comparison:
         if self.faults > before:
             return
         if index == 0 and options.sampled:
-            self.see_drawn(others[: options.sampled], theirs)
+            self.see_drawn(others[: options.sampled], theirs[: options.sampled])
         self.own = max(self.own, logprob_difference(alone, again))
         self.part(index, prompt, alone, again, ("alone", "alone again"))
         difference = logprob_difference(alone, crowded)

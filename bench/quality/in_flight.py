@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.serving.answers import Answer
+from bench.serving.answers import Answer, first_state
 from bench.serving.endpoint import Endpoint, Interval
 from bench.serving.server_errors import ServerError
 
@@ -49,9 +49,7 @@ def limit_of(endpoint: Endpoint) -> str:
         info = endpoint.server_info()
     except ServerError:  # what was measured stands without it
         return ""
-    states = info.get("internal_states")
-    state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
-    limit = state.get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
+    limit = first_state(info).get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
     return f" (it says max_running_requests {limit})" if isinstance(limit, int) else ""
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.quality import greedy, in_flight, saved, whole
 from bench.quality.verdict import Verdict, at_least, endpoint_of
-from bench.serving.answers import Answer, is_acceptance
+from bench.serving.answers import Answer, first_state, is_acceptance
 from bench.serving.endpoint import Endpoint
 
 NAME = "speculation-equality"
@@ -127,9 +127,7 @@ def never_drafted(endpoint: Endpoint, drafted: bool) -> str:
     """Why nothing shows that the server has speculated, "" if something does."""
     if drafted:
         return ""
-    states = endpoint.server_info().get("internal_states")
-    state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
-    if is_acceptance(state.get("avg_spec_accept_length")):
+    if is_acceptance(first_state(endpoint.server_info()).get("avg_spec_accept_length")):
         return ""
     return (
         f"{endpoint.url} announces speculation, and no answer (spec_accept_length, spec_verify_ct) nor /server_info "
@@ -193,6 +191,6 @@ def run(options: argparse.Namespace) -> Verdict:
         summary += f"; the batch alone, without speculation, changes {', '.join(map(str, moved))} of {len(prompts)}"
     incomplete = ""
     if not faults:
-        incomplete = serialised or whole.says_nothing([answer.ids for answer in expected])
-        incomplete = incomplete or never_drafted(speculating, drafted)
+        nothing = whole.says_nothing([answer.ids for answer in expected])
+        incomplete = serialised or nothing or never_drafted(speculating, drafted)
     return Verdict(NAME, faults == 0, summary, findings, figures, notes, incomplete)

@@ -74,6 +74,12 @@ def token(value: object, what: str) -> int:
     return value
 
 
+def first_state(info: object) -> dict:
+    """Of /server_info what the first scheduler says of itself; nothing where it says none."""
+    states = info.get("internal_states") if isinstance(info, dict) else None
+    return states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
+
+
 def is_acceptance(value: object) -> bool:
     """Whether this is the number of tokens that a step of speculation has brought."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < GREATEST_ACCEPTANCE

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.serving import identity, machine, measures
-from bench.serving.answers import is_acceptance
+from bench.serving.answers import first_state, is_acceptance
 from bench.serving.cells import DEPTH_SUFFIX, Cell
 from bench.serving.endpoint import Endpoint, ServerError, ServerRefused
 from bench.serving.generator_process import Generator, GeneratorFailed, Row
@@ -327,10 +327,7 @@ class Session:
 
     def _acceptance_of_server(self, run: dict, side: Side) -> None:
         """bench_serving before 0.5.17 keeps no acceptance by request: the server's own average since its start then."""
-        info = side.endpoint.server_info()
-        states = info.get("internal_states") if isinstance(info, dict) else None
-        first = states[0] if isinstance(states, list) and states else None
-        length = first.get("avg_spec_accept_length") if isinstance(first, dict) else None
+        length = first_state(side.endpoint.server_info()).get("avg_spec_accept_length")
         if is_acceptance(length) and "stream_tok_s" in run["values"]:
             run["values"] |= {"acceptance_length": length, "verifier_steps_s": run["values"]["stream_tok_s"] / length}
             run["note"] = "the acceptance is the server's average since its start"

@@ -66,7 +66,7 @@ def digests(release: str, known: dict[str, str]) -> tuple[dict[str, str], list[s
     return found, problems
 
 
-def known(release: str) -> dict:
+def of_files(release: str) -> dict:
     """What known_files/ has of a release: every row that fits, but for what is in other wheels and in files of ours."""
     read, fits, files = sources(release), {}, {}
     for target in (t for patch in TABLE.patches for t in patch.targets if is_for(t.sglang, release)):
@@ -111,7 +111,7 @@ def record(release: str) -> list[str]:
     ordered = {name: dict(sorted(releases[name].items())) for name in sorted(releases, key=Version)}
     LEDGER.write_text(json.dumps(ordered, indent=1) + "\n")
     KNOWN_FILES.mkdir(exist_ok=True)
-    (KNOWN_FILES / f"{release}.json").write_text(json.dumps(known(release), indent=1) + "\n")
+    (KNOWN_FILES / f"{release}.json").write_text(json.dumps(of_files(release), indent=1) + "\n")
     return problems
 
 

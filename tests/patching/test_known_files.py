@@ -32,7 +32,7 @@ def known_of(files=READ, target=TARGET) -> KnownFiles:
 def test_what_is_known_is_what_parsing_the_wheel_finds(version):
     """Stale: python3 tests/patching/review.py RELEASE --record"""
     found = json.loads((KNOWN_FILES / f"{version}.json").read_text())
-    assert found == review.known(version)
+    assert found == review.of_files(version)
     assert len(found["fits"]) > 40 and known_files.read(KNOWN_FILES, version).problem is None
 
 

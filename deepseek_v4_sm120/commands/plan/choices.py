@@ -56,15 +56,15 @@ def deals_products(r: Request) -> bool:
 
 def why_whole(r: Request) -> str | None:
     """What keeps all of the compressors' products whole, of bf16_linear_dealt.why_whole's reasons those of a plan."""
-    missing, is_reproducible = [op for op in DEALT_BY if op not in r.replaced], r.also_set.get("reproducible") == "on"
+    missing = [op for op in DEALT_BY if op not in r.replaced]
     halves = r.also_set.get(HALVES, "")
     if r.gpus == 1:
         return "one card has all of them"
     if missing:
         return f"{missing[0]} is left out"
-    if r.most_rows > all_reduce_sizes.MAX_ROWS and not is_reproducible:
+    if r.most_rows > all_reduce_sizes.MAX_ROWS and not r.is_reproducible:
         return f"steps of {r.most_rows} rows are more than all_reduce takes"
-    if is_reproducible and r.version < REPRODUCIBLE_SINCE:
+    if r.is_reproducible and r.version < REPRODUCIBLE_SINCE:
         return "below 0.5.20 a reproducible server's compressors are SGLang's"
     if halves.isdigit() and 0 < int(halves) < 2 * all_reduce_sizes.DEALT_ROWS:
         return f"{HALVES}={halves} is less than {2 * all_reduce_sizes.DEALT_ROWS} rows"

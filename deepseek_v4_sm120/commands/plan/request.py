@@ -70,6 +70,10 @@ class Request:
         return self.concurrency * max(1, self.rows)
 
     @property
+    def is_reproducible(self) -> bool:
+        return self.also_set.get("reproducible") == "on"
+
+    @property
     def could_have_draft_head(self) -> bool:
         return "fp8_linear" in self.replaced and self.rows > 0 and self.version >= DRAFT_HEAD_SINCE
 
@@ -116,7 +120,7 @@ class Request:
         something that keeps all of them whole."""
         said = self.also_set
         is_said = HALVES in said or self.prefill_graphs is not None
-        has_one_order = said.get("reproducible") == "on" and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
+        has_one_order = self.is_reproducible and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
         are_whole = self.shadow is not None or has_one_order
         if is_said or are_whole or asks_for(said, DEALT_STREAMS):
             return False
