@@ -17,8 +17,6 @@ from bench.serving.identity import NOT_FLAGS, patch_states
 from deepseek_v4_sm120.patching.json_file import load
 
 FORMAT = 2
-# of /server_info: the command holds ports and keys; its flags are there resolved
-NOT_OF_A_SERVER = NOT_FLAGS | {"launch_command"}
 
 
 def digest(value: object) -> str:
@@ -49,7 +47,7 @@ def identity(endpoint: Endpoint, report: Path | None) -> dict:
         if error.status != 404:
             raise
         info = {}
-    flags = {name: digest(value) for name, value in info.items() if name not in NOT_OF_A_SERVER}
+    flags = {name: digest(value) for name, value in info.items() if name not in NOT_FLAGS}
     return {
         "models": sorted(endpoint.models()),
         "version": info.get("version"),

@@ -16,7 +16,8 @@ from bench.serving.endpoint import Endpoint, ServerError
 from deepseek_v4_sm120.commands.disclosure import printable, redacted
 from deepseek_v4_sm120.patching.json_file import JsonFileError, load
 
-# of /server_info: what differs between two equal servers, or from one moment to the next
+# of /server_info: what differs between two equal servers, or from one moment to the next. `launch_command` (0.5.23)
+# holds the port, and keys as they were typed; the other flags are there as SGLang took them
 NOT_FLAGS = {
     "admin_api_key",
     "api_key",
@@ -29,6 +30,7 @@ NOT_FLAGS = {
     "instance_id",
     "internal_states",
     "kv_events",
+    "launch_command",
     "log_file",
     "max_req_input_len",
     "max_total_num_tokens",

@@ -25,6 +25,7 @@ from tests.e2e.what_ran import commit, device
 REPO = Path(__file__).resolve().parent.parent.parent
 _catching = threading.Lock()  # environment_of takes the process's own exec for a moment
 WATCH = Path(__file__).resolve().parent / "watch_plugin"
+END = 20_000  # characters of a log's start, and of its end, that are kept
 
 
 def parser(stage: str, about: str, port: int) -> argparse.ArgumentParser:
@@ -59,11 +60,16 @@ def run(name: str, arguments: argparse.Namespace, clear: Callable[[Path], None],
     stage.run()
     table = as_stage(name, arguments, stage)
     logs = [(log.stem, log.read_text(errors="replace")) for log in sorted(arguments.work.glob("*.log"))]
-    (arguments.out / f"{name}_logs.txt").write_text("\n".join(f"==== {of}\n{log[-20_000:]}" for of, log in logs))
+    (arguments.out / f"{name}_logs.txt").write_text("\n".join(f"==== {of}\n{ends(log)}" for of, log in logs))
     path = arguments.out / f"stage_{name}.json"
     path.write_text(json.dumps(table, indent=1))
     collect = Path(__file__).with_name("collect.py")
     return subprocess.run([sys.executable, str(collect), str(path)], check=False).returncode
+
+
+def ends(log: str) -> str:
+    """A log's start and its end: where the time to the first token goes, and how the server ended."""
+    return log if len(log) <= 2 * END else f"{log[:END]}\n...\n{log[-END:]}"
 
 
 def as_stage(name: str, arguments: argparse.Namespace, stage) -> dict:

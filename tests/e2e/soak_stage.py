@@ -15,7 +15,7 @@ Each starts, is warmed up by the same load for --warm-s, comes to rest, is looke
 and is looked at again. Prompts to --longest tokens; what a server cannot be asked (a grammar without xgrammar) is
 named.
 OUT/stage_soak.json is what collect.py reads; it adds up those of several calls: `collect.py CALL1/stage_soak.json ..`.
-OUT/soak_logs.txt has the ends of the servers' logs.
+OUT/soak_logs.txt has the servers' logs, long ones without their middle.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ class Handler(BaseHTTPRequestHandler):
             state = {"effective_max_running_requests_per_dp": engine.max_running}
             state |= {"avg_spec_accept_length": engine.accept_length} if engine.accept_length > 1 else {}
             info = {"version": self.server.version, **self.server.flags, "internal_states": [state]}
-            return self.send_whole(info | {"max_total_num_tokens": 100_000, "port": self.server.server_port})
+            port = self.server.server_port
+            info |= {"max_total_num_tokens": 100_000, "port": port, "launch_command": f"--port {port}"}
+            return self.send_whole(info)
         if self.path in ("/v1/models", "/model_info"):
             return self.send_whole({"data": [{"id": self.server.model}], "model_path": self.server.model})
         if self.path.split("?")[0] == "/v1/loads":
