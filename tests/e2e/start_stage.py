@@ -11,7 +11,8 @@ usage: start_stage.py [--harness DIR] [--patch build] [--out $OUT] [--cards 1] [
 
 Of each: seconds from the process's start to the first token, and what its log says of the parts. Then it is asked for
 shapes of every kind three times: the first time beyond the others is a pause, and what Triton compiled meanwhile is
-listed. OUT/stage_start.json is what collect.py reads; OUT/start_logs.txt has the servers' logs, long ones without their middle.
+listed. OUT/stage_start.json is what collect.py reads; OUT/start_logs.txt has the servers' logs, long ones without
+their middle.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ def test_every_patch_of_a_shadow_run_is_judged_by_its_own_bound_and_issue():
         common | {"patch": "sparse_decode", "bound": 0.004, "relative_l2_max": 0.005, "absolute_error_max": 0.1},
         common | {"patch": "mxfp4_moe", "bound": 0.008, "relative_l2_max": 0.005, "absolute_error_max": 0.1},
         common | {"patch": "mxfp4_moe", "bound": 0.0, "relative_l2_max": 0.001, "absolute_error_max": 0.1},
+        common | {"patch": "mxfp4_moe", "bound": 0.004, "relative_l2_max": 0.005, "absolute_error_max": 0.1},
         common | {"patch": "index_select", "bound": 0.0, "relative_l2_max": 0.1, "absolute_error_max": 3.0},
     ]
     rows = shadow_rows.rows("ops_shadow", "ours", records, collect.row)
@@ -22,6 +23,7 @@ def test_every_patch_of_a_shadow_run_is_judged_by_its_own_bound_and_issue():
     assert judged[2, "ops_shadow, sparse_decode, all calls", 0.005, 0.004] is False
     assert judged[6, "ops_shadow, mxfp4_moe, all calls", 0.005, 0.008] is True
     assert judged[6, "ops_shadow, mxfp4_moe, to the bit, all calls", 0.001, 0.0] is False
+    assert judged[6, "ops_shadow, mxfp4_moe, bound 0.004, all calls", 0.005, 0.004] is False
     assert judged[5, "ops_shadow, index_select", 3.0, 0] is False
 
 
@@ -37,7 +39,6 @@ def shadow_record(**changes):
         ({}, None),
         ({"relative_l2_max": 0.005}, "relative L2 of a call, greatest"),
         ({"relative_l2_max": float("nan")}, "relative L2 of a call, greatest"),
-        ({"bound": 0.002}, "relative L2 of a call, greatest"),
         ({"bad_calls": 1}, "calls above the bound"),
         ({"nonfinite_ours": 1}, "non-finite elements of ours only"),
         (
