@@ -325,6 +325,8 @@ def test_a_wrong_value_stops_a_server_of_ours_and_is_told_to_all_others(server, 
     assert "cannot do what its variables ask for" in done.stderr and "mend or unset what is named" in done.stderr
     assert "does not fit" not in done.stderr and "another release" not in done.stderr.lower()
     assert server(tree(), "ours", "sm120", DSV4_SM120_ON_BROKEN="warn", **{name: value}).stdout == "[]\n"
+    beside = server(tree(BROKEN_TREE), "ours", "sm120", check=False, **{name: value})
+    assert words in beside.stderr and "What to do: mend the variables; use a release" in beside.stderr
 
 
 def test_forced_validation_counts_as_our_gpu(server, tree):
