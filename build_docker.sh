@@ -60,7 +60,10 @@ fi
 mkdir -p "$(dirname "$out")"
 fresh=$(mktemp -d "$(dirname "$out")/.$(basename "$out").new-XXXXXX")
 trap 'rm -rf "$fresh"' EXIT
-docker build --progress plain --target artifact --build-arg "GIT_COMMIT=$commit" --output "type=local,dest=$fresh" .
+docker build --progress plain --target artifact --build-arg "GIT_COMMIT=$commit" --output "type=local,dest=$fresh" . || {
+  echo "build_docker.sh: docker build failed, see above; without Docker: python3 csrc/build_artifact.py --out \"$out\"" >&2
+  exit 1
+}
 chmod 755 "$fresh" # mktemp made it 700; the container may run as another user
 rm -rf "$out"
 mv "$fresh" "$out"

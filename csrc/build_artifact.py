@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Builds the folder that users mount: the package, the kernels' library, a module per Python ABI that loads it,
-sitecustomize.py, dist-info.
+"""Builds the folder that users mount.
 
+In it are the package, the kernels' library, a module per Python ABI that loads it, sitecustomize.py, dist-info.
 build_docker.sh, the Dockerfile and tests/run.py all call this script, so what CI checks is what the image builds.
 Needs Python 3.11+, g++ and the network: pybind11, and nvcc where none is found, come from PyPI into the cache, which
 all checkouts of a user share. No GPU, no torch, no SGLang.

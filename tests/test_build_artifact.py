@@ -189,6 +189,21 @@ for last; do case $last in *dest=*) touch "${last##*dest=}/made";; --help) echo 
 """
 
 
+def test_a_docker_build_that_fails_says_what_needs_no_docker(tmp_path):
+    """Docker Hub may be out of reach, or over its limit; what was there stays."""
+    engine, out = tmp_path / "bin/docker", tmp_path / "out"
+    engine.parent.mkdir()
+    (out / "deepseek_v4_sm120").mkdir(parents=True)
+    engine.write_text("#!/bin/sh\ncase $* in *--help) echo --output;; build*) echo no hub >&2; exit 7;; esac\n")
+    engine.chmod(0o755)
+    path = f"{engine.parent}:{os.environ['PATH']}"
+    command = [build_artifact.REPO / "build_docker.sh", "--out", out]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("no hub\n")
+    assert f'without Docker: python3 csrc/build_artifact.py --out "{out}"\n' in done.stderr
+    assert sorted(tmp_path.iterdir()) == [engine.parent, out] and (out / "deepseek_v4_sm120").is_dir()
+
+
 @pytest.mark.parametrize("builder", ["toolchain", "docker"])
 def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path, builder):
     """A checkout and a site-packages have deepseek_v4_sm120/ as well; what `docker build` writes is a stand-in's."""
