@@ -489,17 +489,6 @@ class Engine:
         """The patches that are applied, or will be when what they replace is imported."""
         return {record.patch.name for record in self.records if record.state in (READY, APPLIED)}
 
-    def default_rows(self) -> list[dict]:
-        """The defaults for reports; `moot` is the patch that makes one that is off superfluous here, or None."""
-        in_place = self.in_place()
-        rows = self.steering.as_rows()
-        for row in rows:
-            replacing = self.steering.rows[row["default"]].moot_with if row["default"] in self.steering.rows else None
-            row["moot"] = replacing if replacing in in_place and row["state"] == OFF else None
-            if row["moot"]:
-                row["reason"] = f"{replacing} runs in its place"
-        return rows
-
     # Afterwards -----------------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
