@@ -248,6 +248,24 @@ def test_what_may_not_be_replaced_is_told_before_anything_is_compiled(tmp_path, 
     assert build_artifact.main() == 1 and "is not a folder" in capsys.readouterr().err
 
 
+def test_a_user_without_a_home_folder_builds_where_he_says(tmp_path):
+    """`docker run --user 1000`: no HOME, and no name for that number."""
+    code = (
+        "import os, pwd, runpy, sys\n"
+        "def unknown(number): raise KeyError(number)\n"
+        "pwd.getpwuid = unknown; del os.environ['HOME']\n"
+        f"build = runpy.run_path({str(build_artifact.REPO / 'csrc/build_artifact.py')!r})\n"
+        "from deepseek_v4_sm120.sglang_patches import models_served\n"
+        "print(build['CACHE'])\n"
+        "try: models_served.read_config('~/model')\n"
+        "except models_served.json_file.JsonFileError as error: print(error)\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in ("XDG_CACHE_HOME", "PYTHONPATH")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ | {"HOME": "/"}, capture_output=True, text=True)
+    told = "/.cache/deepseek-v4-sm120/build\n~/model cannot be read: No such file or directory\n"
+    assert (done.stdout, done.stderr) == (told, "")
+
+
 @pytest.mark.parametrize("place", ["/proc/nowhere", "file/below"])
 def test_a_home_folder_that_cannot_be_written_is_told_with_what_names_another(place, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
