@@ -7,6 +7,7 @@ engine        version -> target -> contract -> needs -> setattr -> record
 verdict       what the first process of a server decided, for those that it starts
 report        log line, JSON per process, status table
 report_files  the files of these reports
+lifetime      whether the process of a report still runs
 """
 
 import os

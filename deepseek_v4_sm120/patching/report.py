@@ -12,7 +12,7 @@ from pathlib import Path
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120 import REPORT, patching
-from deepseek_v4_sm120.patching import report_files
+from deepseek_v4_sm120.patching import lifetime, report_files
 from deepseek_v4_sm120.patching.steering import NOT_APPLICABLE, OFF, ON
 from deepseek_v4_sm120.settings import unknown_variables
 from deepseek_v4_sm120.sglang_patches import device_gate
@@ -83,6 +83,7 @@ def as_dict(engine) -> dict:
     return {
         "deepseek_v4_sm120": our_version(),
         "pid": os.getpid(),
+        "process": lifetime.of_this(),
         "command": sys.argv[:1],
         "python": sys.version.split()[0],
         engine.host: engine.version,
