@@ -21,8 +21,10 @@ def of_this() -> dict:
 
 def has_ended(report: dict) -> bool:
     """Whether the process of a report is gone; False where its number is one of another container or machine."""
-    said, pid = report.get("process"), report["pid"]
-    if not isinstance(said, dict) or said.get("namespace") != namespace() or namespace() is None or not 0 < pid <= MOST:
+    said, pid, here = report.get("process"), report.get("pid"), namespace()
+    if here is None or not isinstance(said, dict) or said.get("namespace") != here:
+        return False
+    if type(pid) is not int or not 0 < pid <= MOST:
         return False
     try:
         os.kill(pid, 0)
