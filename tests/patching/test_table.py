@@ -510,7 +510,7 @@ def test_status_of_a_broken_tree_and_of_off(python, tree):
     assert "OFF" in off.stdout and "BROKEN" not in off.stdout
 
 
-def test_status_shows_what_running_processes_reported(python, tree, tmp_path):
+def test_status_shows_what_processes_reported(python, tree, tmp_path):
     env = {**SEAMS, "DSV4_SM120_REPORT": str(tmp_path / "reports")}
     host = tree()
     python("import sglang.srt.server_args", path=[host], env=env)
@@ -518,7 +518,7 @@ def test_status_shows_what_running_processes_reported(python, tree, tmp_path):
     found = json.loads(file.read_text())
     assert [r["state"] for r in found["patches"] if r["target"].startswith("sglang.srt.server_args")] == ["APPLIED"]
     shown = status(python, path=[host], env=env, check=False).stdout
-    assert f"pid {file.stem}: applied sm120_seams" in shown
+    assert f"pid {file.stem}, which has ended: applied sm120_seams" in shown
 
 
 @pytest.mark.parametrize(
