@@ -14,6 +14,10 @@ while (($#)); do
 done
 [[ -n $out ]] || { echo "build_docker.sh: --out needs a folder" >&2; exit 2; }
 out=$(realpath -m "$out")
+if [[ $out == *[,\"]* ]]; then
+  echo "build_docker.sh: $out has a comma or a quotation mark, which Docker's --output and --mount do not take; choose another --out" >&2
+  exit 2
+fi
 cd "$checkout"
 
 export DOCKER_BUILDKIT=1 # the only builder from Docker 23 on; 20.10 has it, too

@@ -292,6 +292,15 @@ def test_no_folder_to_build_into_is_told(words):
     assert (done.returncode, done.stderr) == (2, "build_docker.sh: --out needs a folder\n")
 
 
+def test_a_folder_that_docker_cannot_mount_is_refused(tmp_path):
+    """Its --output and --mount are lists with commas: the one fails late, the other wherever somebody pastes it."""
+    for name in ("a,b", 'a"b'):
+        command = [build_artifact.REPO / "build_docker.sh", "--out", tmp_path / name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and f"{tmp_path / name} has a comma or a quotation mark" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("python", sorted({sys.executable, "/usr/bin/python3"}))
 def test_a_private_venv_is_found_where_it_is(tmp_path, python):
     """By the Python that builds; Debian's and Ubuntu's own have another place for packages outside of a venv."""

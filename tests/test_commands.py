@@ -186,6 +186,7 @@ def test_bad_variables_are_one_sentence(run, command):
     ("choices", "sentence"),
     [
         ("mcc=off", "names mcc (perhaps mhc?); it takes"),
+        ("MHC=off", "names MHC (perhaps mhc?); it takes"),
         ("reproducible=5", "must be on or off for reproducible"),
         ("prefill_graphs=²", "(numbers have up to 6 digits)"),
         (f"prefill_graphs={'9' * 5000}", "(numbers have up to 6 digits)"),
