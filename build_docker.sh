@@ -14,6 +14,10 @@ while (($#)); do
 done
 [[ -n $out ]] || { echo "build_docker.sh: --out needs a folder" >&2; exit 2; }
 out=$(realpath -m "$out")
+if [[ $out == *[,\"]* ]]; then
+  echo "build_docker.sh: $out has a comma or a quotation mark, which Docker's --output and --mount do not take; choose another --out" >&2
+  exit 2
+fi
 cd "$checkout"
 
 export DOCKER_BUILDKIT=1 # the only builder from Docker 23 on; 20.10 has it, too
@@ -60,7 +64,10 @@ fi
 mkdir -p "$(dirname "$out")"
 fresh=$(mktemp -d "$(dirname "$out")/.$(basename "$out").new-XXXXXX")
 trap 'rm -rf "$fresh"' EXIT
-docker build --progress plain --target artifact --build-arg "GIT_COMMIT=$commit" --output "type=local,dest=$fresh" .
+docker build --progress plain --target artifact --build-arg "GIT_COMMIT=$commit" --output "type=local,dest=$fresh" . || {
+  echo "build_docker.sh: docker build failed, see above; without Docker: python3 csrc/build_artifact.py --out \"$out\"" >&2
+  exit 1
+}
 chmod 755 "$fresh" # mktemp made it 700; the container may run as another user
 rm -rf "$out"
 mv "$fresh" "$out"

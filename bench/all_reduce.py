@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Sums and gathers between cards: `python3 bench/all_reduce.py --ranks 2 [--quick] [--rounds N] [--out FILE]`. A
-process a card.
+"""Sums and gathers between cards: `python3 bench/all_reduce.py --ranks 2 [--quick] [--rounds N] [--out FILE]`.
 
-A graph holds a chain of calls, each of the last one's result, as a model has them; a call's time is the greatest
-of the ranks' medians. NCCL runs in the same way, in the same run: over what it finds, and once more with
-NCCL_P2P_DISABLE=1 (through host memory, beside our transport that does so). Every call's bits are checked before,
-and --rounds random calls more. Then what a sum adds to a boundary of mhc: in its kernel, and in front of it. Last the
+A process a card. A graph holds a chain of calls, each of the last one's result, as a model has them; a call's time is
+the greatest of the ranks' medians. NCCL runs in the same way, in the same run: over what it finds, and once more with
+NCCL_P2P_DISABLE=1 (through host memory, beside our transport that does so). Every call's bits are checked before, and
+--rounds random calls more. Then what a sum adds to a boundary of mhc: in its kernel, and in front of it. Last the
 gather of the real vocabulary's logits, beside NCCL's with SGLang's copy into rows behind it.
 """
 

@@ -11,6 +11,7 @@ module tells it.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -94,17 +95,20 @@ def class_of(opcode: str) -> str:
     return next((name for name, pattern in CLASSES if re.fullmatch(pattern, opcode)), "other")
 
 
-def find_cuobjdump(asked: str | None) -> str:
-    if asked:
-        return asked
+def packaged(package: str, tool: str) -> str | None:
+    """A tool that a package of this Python brings."""
     try:
-        files = metadata.files("nvidia-cuda-cuobjdump") or []
+        files = metadata.files(package) or []
     except metadata.PackageNotFoundError:
-        files = []
-    packaged = next((str(one.locate()) for one in files if Path(one).name == "cuobjdump"), None)
-    found = packaged or shutil.which("cuobjdump")
+        return None
+    return next((str(one.locate()) for one in files if Path(one).name == tool), None)
+
+
+def find_tool(name: str, asked: str | None = None) -> str:
+    found = shutil.which(asked) if asked else packaged(f"nvidia-cuda-{name}", name) or shutil.which(name)
+    found = found or (None if asked else packaged("triton", name))
     if found is None:
-        raise SystemExit("no cuobjdump: pip install nvidia-cuda-cuobjdump, or name one with --cuobjdump")
+        raise SystemExit(f"no program {asked}" if asked else f"no {name}: pip install nvidia-cuda-{name}")
     return found
 
 
@@ -120,8 +124,12 @@ def short_name(mangled: str) -> str:
 
 
 def disassemble(tool: str, library: Path, arch: str) -> list[Kernel]:
+    nvdisasm = Path(find_tool("nvdisasm"))  # which cuobjdump -sass calls
+    environ = os.environ | {"PATH": os.pathsep.join([str(nvdisasm.parent), os.environ.get("PATH", "")])}
+
     def ask(*what: str) -> str:
-        done = subprocess.run([tool, *what, "-arch", arch, str(library)], text=True, capture_output=True)
+        command = [tool, *what, "-arch", arch, str(library)]
+        done = subprocess.run(command, env=environ, text=True, capture_output=True)
         if done.returncode:
             raise SystemExit(f"{tool} {' '.join(what)} failed: {done.stderr.strip()}")
         return done.stdout
@@ -149,7 +157,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if (problem := extension.explain()) is not None:
         raise SystemExit(problem)
-    tool, shared = find_cuobjdump(arguments.cuobjdump), extension.load().kernel_shared_bytes()
+    tool, shared = find_tool("cuobjdump", arguments.cuobjdump), extension.load().kernel_shared_bytes()
     classes = [name for name, _ in CLASSES] + ["other"]
     lines = []
     for arch in arguments.arch or LIMITS:

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""NCCL's sums of a prompt's rows, by the settings of its that a user can make: `python3 bench/prompt_sums.py --ranks 2
-[--no-peers] [--only NAME ..] [--out FILE]`. A process a card, new for each setting.
+"""NCCL's sums of a prompt's rows, by the settings of its that a user can make.
 
-A sum's time by itself, and what a chain of products on the same card takes alone and with sums of half of the rows
-beside it, as halves that take turns have it: more channels move more and leave fewer multiprocessors. `--no-peers`: by
-host memory, as where NCCL finds no way between cards. Every setting's sums are checked.
+    python3 bench/prompt_sums.py --ranks 2 [--no-peers] [--only NAME ..] [--out FILE]
+
+A process a card, new for each setting. A sum's time by itself, and what a chain of products on the same card takes
+alone and with sums of half of the rows beside it, as halves that take turns have it: more channels move more and leave
+fewer multiprocessors. `--no-peers`: by host memory, as where NCCL finds no way between cards. Every setting's sums are
+checked.
 """
 
 from __future__ import annotations

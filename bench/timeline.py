@@ -22,8 +22,9 @@ import json
 import re
 import statistics
 import sys
+import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,15 +64,21 @@ def short(name: str) -> str:
     return (head[1] if head and head[1] else name)[:WIDTH]
 
 
-def kernels_of(trace: dict) -> list[Kernel]:
+def kernels_of(trace: dict | list) -> list[Kernel]:
     """What ran on the GPU, by its begin. ValueError: there is nothing."""
-    found = [
-        Kernel(one["name"], one.get("tid"), float(one["ts"]), float(one["ts"]) + float(one["dur"]))
-        for one in trace.get("traceEvents", [])
-        if one.get("cat") in KINDS and "dur" in one
-    ]
+    events = trace if isinstance(trace, list) else trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not isinstance(events, list):
+        raise ValueError("it is no trace of torch's profiler: no list of traceEvents")
+    try:
+        found = [
+            Kernel(one["name"], one.get("tid"), float(one["ts"]), float(one["ts"]) + float(one["dur"]))
+            for one in events
+            if one.get("cat") in KINDS and "dur" in one
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no trace of torch's profiler: {type(error).__name__}: {error}") from error
     if not found:
-        raise ValueError("the trace holds no kernel; was the profiler started with activities GPU?")
+        raise ValueError("it holds no kernel; was the profiler started with activities GPU?")
     return sorted(found, key=lambda kernel: (kernel.begin, kernel.end))
 
 
@@ -87,13 +94,15 @@ def steps_of(kernels: Sequence[Kernel], end: str, skip: int) -> list[list[Kernel
 def critical_path(step: Sequence[Kernel]) -> list[Link]:
     """From the end of the step before, whose last kernel is step[0], to the last end of this one."""
     origin = step[0]
-    own = sorted((one for one in step[1:] if one.end > origin.end), key=lambda kernel: kernel.end)
+    own = sorted((one for one in step[1:] if one.end > origin.end), key=lambda kernel: (kernel.end, kernel.begin))
+    order = {id(one): place for place, one in enumerate(own)}
     now, path = own[-1], []
     while now is not origin:
         same = [one for one in (origin, *own) if one.stream == now.stream and one.begin < now.begin]
         before = max(same, key=lambda one: one.begin, default=None)
         if before is None or not now.begin < before.end <= now.end:
-            ended = [one for one in own if one.end <= now.begin and one is not now]
+            # older profilers round to us: of two that took none at one instant, each ended when the other began
+            ended = [one for one in own[: order[id(now)]] if one.end <= now.begin]
             ties = [one for one in ended if one.end == ended[-1].end]
             before = next((one for one in ties if one.stream == now.stream), ties[-1] if ties else origin)
         early = before.end > now.begin
@@ -221,9 +230,32 @@ def text(found: dict, rows: int) -> list[str]:
     return lines
 
 
-def load(path: Path) -> dict:
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
-        return json.load(file)
+def load(path: Path, end: str, skip: int) -> list[list[Kernel]]:
+    """A rank's steps. ValueError, with the file's name: it cannot be read, or has none."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            return steps_of(kernels_of(json.load(file)), end, skip)
+    except OSError as problem:
+        raise ValueError(f"{path}: {problem.strerror or problem}") from problem
+    except (ValueError, EOFError, zlib.error) as problem:
+        raise ValueError(f"{path}: {problem}") from problem
+
+
+def regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -231,17 +263,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "traces", type=Path, nargs="+", metavar="TRACE", help="of one rank each; the path is the first's"
     )
-    parser.add_argument("--end", default=END, metavar="REGEX", help=f"kernel that ends a step (default {END})")
-    parser.add_argument("--sum", default=SUM, metavar="REGEX", help=f"kernels of sums between cards (default {SUM})")
-    parser.add_argument("--skip", type=int, default=5, metavar="STEPS", help="first steps left out (default 5)")
-    parser.add_argument("--rows", type=int, default=40, help="greatest rows shown (default 40)")
+    parser.add_argument(
+        "--end", type=regex, default=END, metavar="REGEX", help=f"kernel that ends a step (default {END})"
+    )
+    of_sums = f"kernels of sums between cards (default {SUM})"
+    parser.add_argument("--sum", type=regex, default=SUM, metavar="REGEX", help=of_sums)
+    parser.add_argument("--skip", type=at_least(0), default=5, metavar="STEPS", help="first steps left out (default 5)")
+    parser.add_argument("--rows", type=at_least(1), default=40, help="greatest rows shown (default 40)")
     parser.add_argument("--clock", action="store_true", help="also the path of the step of median length, in order")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     options = parser.parse_args(argv)
     try:
-        ranks = [steps_of(kernels_of(load(path)), options.end, options.skip) for path in options.traces]
+        ranks = [load(path, options.end, options.skip) for path in options.traces]
         found = report(ranks, options.sum)
-    except (OSError, ValueError) as problem:
+    except ValueError as problem:
         print(f"timeline: {problem}", file=sys.stderr)
         return 2
     print("\n".join(text(found, options.rows)))
@@ -249,7 +284,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         middle = sorted(map(critical_path, ranks[0]), key=length_of)
         print("\n".join(clock(middle[len(middle) // 2])))
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as problem:
+            print(f"timeline: --out {options.out}: {problem.strerror}", file=sys.stderr)
+            return 2
     return 0
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Builds the folder that users mount: the package, the kernels' library, a module per Python ABI that loads it,
-sitecustomize.py, dist-info.
+"""Builds the folder that users mount.
 
+In it are the package, the kernels' library, a module per Python ABI that loads it, sitecustomize.py, dist-info.
 build_docker.sh, the Dockerfile and tests/run.py all call this script, so what CI checks is what the image builds.
 Needs Python 3.11+, g++ and the network: pybind11, and nvcc where none is found, come from PyPI into the cache, which
 all checkouts of a user share. No GPU, no torch, no SGLang.
@@ -39,7 +39,8 @@ import tomllib
 REPO = Path(__file__).resolve().parent.parent
 CSRC = REPO / "csrc"
 PACKAGE = REPO / "deepseek_v4_sm120"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepseek-v4-sm120/build"
+HOME = Path("/", os.path.expanduser("~").lstrip("~"))  # a user without one, and without a name: as Docker has it
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache") / "deepseek-v4-sm120/build"
 
 sys.path[:0] = [str(REPO), str(CSRC)]
 from build_results import BuildError, Results, check_writable, locked, run, say  # noqa: E402
@@ -210,7 +211,7 @@ def find_interpreters(asked: list[str]) -> list[Interpreter]:
     if asked:
         found = [read_interpreter(path) for path in asked]
     else:
-        pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+        pyenv = Path(os.environ.get("PYENV_ROOT", HOME / ".pyenv"))
         candidates = [
             shutil.which("python3.12"),
             *sorted(map(str, pyenv.glob("versions/3.12*/bin/python3.12"))),

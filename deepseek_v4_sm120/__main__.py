@@ -102,7 +102,7 @@ def status() -> dict:
     """
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.ops.shared import extension
-    from deepseek_v4_sm120.patching import report, report_files
+    from deepseek_v4_sm120.patching import lifetime, report, report_files
     from deepseek_v4_sm120.patching.engine import Engine
     from deepseek_v4_sm120.settings import settings
     from deepseek_v4_sm120.sglang_patches.table import INDEXER_CHOICES, TABLE
@@ -120,7 +120,9 @@ def status() -> dict:
     folder = settings().report
     found["report_problem"] = report_files.problem(folder) if folder else None
     reports, found["strange_reports"] = report_files.read(folder) if folder else ([], [])
-    found["processes"] = [one for one in reports if one["pid"] != os.getpid()]
+    others = [one for one in reports if one["pid"] != os.getpid()]
+    found["ended_processes"] = [one for one in others if lifetime.has_ended(one)]
+    found["processes"] = [one for one in others if one not in found["ended_processes"]]
     found["models"], found["model"] = models_table.overview(), None
     return found
 
@@ -195,10 +197,11 @@ def _problem_part(found: dict) -> Iterator[str]:
 
 
 def _process_part(found: dict) -> Iterator[str]:
-    for process in found["processes"]:
+    for process in (*found["processes"], *found["ended_processes"]):
         applied = sorted({row["patch"] for row in process["patches"] if row["state"] == "APPLIED"})
         broken = sorted({row["patch"] for row in process["patches"] if row["state"] == "BROKEN"})
-        yield f"\npid {process['pid']}: applied {', '.join(applied) or 'nothing'}"
+        ended = "" if process in found["processes"] else ", which has ended"
+        yield f"\npid {process['pid']}{ended}: applied {', '.join(applied) or 'nothing'}"
         if broken:
             yield f"  BROKEN: {', '.join(broken)}"
         yield from (f"  {line}" for line in (*process.get("notes", ()), *process["shadow_summary"]))

@@ -76,6 +76,19 @@ def test_gaps_and_additions_are_the_step(seed):
     assert sum(row["gap_us"] + row["adds_us"] for row in rows) == pytest.approx(length)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_times_that_are_rounded_to_us_end_too(seed):
+    """Kernels that took none at one instant, on any stream: neither waits for the other and back, for ever."""
+    source = random.Random(seed)
+    step = [Kernel("end", 7, -1.0, 0.0)]
+    for number in range(60):
+        begin = float(source.randrange(40))
+        step.append(Kernel(f"k{number}", source.choice((7, 8)), begin, begin + source.choice((0, 0, 1, 2))))
+    step[1:] = sorted(step[1:], key=lambda one: (one.begin, one.end))
+    path = timeline.critical_path(step)
+    assert len(path) <= len(step) and timeline.length_of(path) == pytest.approx(max(one.end for one in step))
+
+
 def trace_of(steps: int, sums: float, offset: float = 0.0) -> dict:
     """A step: layer 3 us, the sum, 1 us to the argmax of 2 us."""
     events, now = [{"cat": "cpu_op", "name": "host", "ts": 0, "dur": 1, "tid": 1}], offset
@@ -117,6 +130,54 @@ def test_what_cannot_be_told_is_said(tmp_path, capsys):
     pair = [written(tmp_path, "whole.json", trace_of(12, 1)), written(tmp_path, "uneven.json", uneven)]
     assert timeline.main(pair) == 2 and "same number of sums" in capsys.readouterr().err
     assert timeline.main([str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
+
+
+WHOLE = gzip.compress(json.dumps(trace_of(12, 1)).encode())
+STRANGE = {  # a file's name and content -> what is said of it, behind its path
+    "half.json.gz": (WHOLE[: len(WHOLE) // 2], "Compressed file ended before"),
+    "damaged.json.gz": (WHOLE[:60] + bytes(8) + WHOLE[68:], "Error -3 while decompressing"),
+    "not_packed.json": (WHOLE, "'utf-8' codec can't decode"),
+    "another.json": (b'"text"', "it is no trace of torch's profiler: no list of traceEvents"),
+    "null.json": (
+        b'[{"cat": "kernel", "name": "a", "ts": 1, "dur": null}]',
+        "it is no trace of torch's profiler: Type",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_file_that_is_none_is_one_sentence_with_its_name(name, tmp_path, capsys):
+    content, words = STRANGE[name]
+    (tmp_path / name).write_bytes(content)
+    assert timeline.main([written(tmp_path, "good.json", trace_of(12, 1)), str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err.startswith(f"timeline: {tmp_path / name}: {words}")
+
+
+def test_a_bare_list_of_events_is_a_trace(tmp_path, capsys):
+    assert timeline.main([written(tmp_path, "list.json", trace_of(12, 1)["traceEvents"])]) == 0
+    assert capsys.readouterr().out.startswith("6 steps of ")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--end=(", "'(' is no regular expression: missing )"),
+        ("--sum=[", "'[' is no regular expression"),
+        ("--skip=-3", "'-3' is no whole number from 0 on"),
+        ("--rows=0", "'0' is no whole number from 1 on"),
+    ],
+)
+def test_an_option_that_is_none_is_wrong_usage(option, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        timeline.main([written(tmp_path, "0.json", trace_of(12, 1)), option])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_figures_that_cannot_be_written_are_told_and_shown(tmp_path, capsys):
+    trace = written(tmp_path, "0.json", trace_of(12, 1))
+    assert timeline.main([trace, "--out", str(tmp_path / "no/out.json")]) == 2
+    told = capsys.readouterr()
+    assert told.out.startswith("6 steps of ") and "timeline: --out " in told.err and "No such file" in told.err
 
 
 def test_what_counts_as_an_exchange():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,6 +11,14 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
+
+
+def test_a_help_text_of_one_line_is_a_whole_sentence():
+    scripts = [path for folder in ("bench", "csrc", "tests") for path in (REPO / folder).rglob("*.py")]
+    asked = [path for path in scripts if "description=__doc__.splitlines()[0]" in path.read_text()]
+    firsts = {path.name: ast.get_docstring(ast.parse(path.read_text())).splitlines()[0] for path in asked}
+    firsts.pop(Path(__file__).name)
+    assert len(firsts) > 5 and [name for name, line in firsts.items() if not line.endswith((".", ":"))] == []
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "bf16_linear", "index_select", "mhc", "prompt_sums"])

@@ -189,6 +189,21 @@ for last; do case $last in *dest=*) touch "${last##*dest=}/made";; --help) echo 
 """
 
 
+def test_a_docker_build_that_fails_says_what_needs_no_docker(tmp_path):
+    """Docker Hub may be out of reach, or over its limit; what was there stays."""
+    engine, out = tmp_path / "bin/docker", tmp_path / "out"
+    engine.parent.mkdir()
+    (out / "deepseek_v4_sm120").mkdir(parents=True)
+    engine.write_text("#!/bin/sh\ncase $* in *--help) echo --output;; build*) echo no hub >&2; exit 7;; esac\n")
+    engine.chmod(0o755)
+    path = f"{engine.parent}:{os.environ['PATH']}"
+    command = [build_artifact.REPO / "build_docker.sh", "--out", out]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("no hub\n")
+    assert f'without Docker: python3 csrc/build_artifact.py --out "{out}"\n' in done.stderr
+    assert sorted(tmp_path.iterdir()) == [engine.parent, out] and (out / "deepseek_v4_sm120").is_dir()
+
+
 @pytest.mark.parametrize("builder", ["toolchain", "docker"])
 def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path, builder):
     """A checkout and a site-packages have deepseek_v4_sm120/ as well; what `docker build` writes is a stand-in's."""
@@ -233,6 +248,24 @@ def test_what_may_not_be_replaced_is_told_before_anything_is_compiled(tmp_path, 
     assert build_artifact.main() == 1 and "is not a folder" in capsys.readouterr().err
 
 
+def test_a_user_without_a_home_folder_builds_where_he_says(tmp_path):
+    """`docker run --user 1000`: no HOME, and no name for that number."""
+    code = (
+        "import os, pwd, runpy, sys\n"
+        "def unknown(number): raise KeyError(number)\n"
+        "pwd.getpwuid = unknown; del os.environ['HOME']\n"
+        f"build = runpy.run_path({str(build_artifact.REPO / 'csrc/build_artifact.py')!r})\n"
+        "from deepseek_v4_sm120.sglang_patches import models_served\n"
+        "print(build['CACHE'])\n"
+        "try: models_served.read_config('~/model')\n"
+        "except models_served.json_file.JsonFileError as error: print(error)\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in ("XDG_CACHE_HOME", "PYTHONPATH")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ | {"HOME": "/"}, capture_output=True, text=True)
+    told = "/.cache/deepseek-v4-sm120/build\n~/model cannot be read: No such file or directory\n"
+    assert (done.stdout, done.stderr) == (told, "")
+
+
 @pytest.mark.parametrize("place", ["/proc/nowhere", "file/below"])
 def test_a_home_folder_that_cannot_be_written_is_told_with_what_names_another(place, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
@@ -257,6 +290,15 @@ def test_a_home_folder_that_cannot_be_written_is_told_with_what_names_another(pl
 def test_no_folder_to_build_into_is_told(words):
     done = subprocess.run([build_artifact.REPO / "build_docker.sh", *words], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "build_docker.sh: --out needs a folder\n")
+
+
+def test_a_folder_that_docker_cannot_mount_is_refused(tmp_path):
+    """Its --output and --mount are lists with commas: the one fails late, the other wherever somebody pastes it."""
+    for name in ("a,b", 'a"b'):
+        command = [build_artifact.REPO / "build_docker.sh", "--out", tmp_path / name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and f"{tmp_path / name} has a comma or a quotation mark" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("python", sorted({sys.executable, "/usr/bin/python3"}))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import deepseek_v4_sm120
 from deepseek_v4_sm120.__main__ import main
 from deepseek_v4_sm120.commands.calibrate import command as calibrate
 from deepseek_v4_sm120.commands.console import CommandError
@@ -124,8 +126,25 @@ def test_an_old_python_is_told_by_every_command():
     for name in ("__init__", "__main__", "commands/__init__"):
         text = (REPO / f"deepseek_v4_sm120/{name}.py").read_text()
         ast.parse(text, feature_version=(3, 7))
-    first = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)]
-    assert [alias.name for node in first for alias in node.names] == ["sys"]
+    about, first, check, *_ = ast.parse(text).body
+    assert isinstance(about, ast.Expr) and ast.unparse(first) == "import sys"
+    assert isinstance(check, ast.If) and "version_info" in ast.unparse(check.test), "ahead of any other import"
+
+
+@pytest.mark.parametrize("command", [["status"], ["plan", *PLAN], ["selftest"]])
+def test_half_a_folder_is_told_by_every_command(command, tmp_path):
+    folder = tmp_path / "half"
+    shutil.copytree(REPO / "deepseek_v4_sm120", folder / "deepseek_v4_sm120", ignore=shutil.ignore_patterns("*.so"))
+    record = folder / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info/RECORD"
+    record.parent.mkdir()
+    gone = "deepseek_v4_sm120/sglang_patches/table.py"
+    record.write_text(f"{gone},sha256=x,1\ndeepseek_v4_sm120/_C.so,sha256=x,1\nsitecustomize.py,sha256=x,1\n")
+    (folder / gone).unlink()
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    line = [sys.executable, "-m", "deepseek_v4_sm120", *command]
+    done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"deepseek_v4_sm120: {folder} lacks {gone} of {record}: copy the folder"), done.stderr
 
 
 @pytest.mark.parametrize("words", [["plan", *PLAN], ["plan", *PLAN, "--json"], ["status"], ["doctor", "--quick"]])
@@ -167,6 +186,7 @@ def test_bad_variables_are_one_sentence(run, command):
     ("choices", "sentence"),
     [
         ("mcc=off", "names mcc (perhaps mhc?); it takes"),
+        ("MHC=off", "names MHC (perhaps mhc?); it takes"),
         ("reproducible=5", "must be on or off for reproducible"),
         ("prefill_graphs=²", "(numbers have up to 6 digits)"),
         (f"prefill_graphs={'9' * 5000}", "(numbers have up to 6 digits)"),

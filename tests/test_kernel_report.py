@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+import pytest
 
-from kernel_report import INSTRUCTION, Kernel, class_of, short_name  # noqa: E402
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "bench"))
+
+from kernel_report import INSTRUCTION, Kernel, class_of, disassemble, find_tool, short_name  # noqa: E402
 
 LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x37c]     ?trans1;           /* 0x1 */
@@ -52,3 +56,23 @@ def test_occupancy_is_the_tightest_limit():
     assert kernel(registers=64).blocks_per_sm(49_152) == 2
     assert kernel().blocks_per_sm(101_376) == 1
     assert kernel(registers=32, threads=512).blocks_per_sm(1024) == 3  # warps
+
+
+def test_cuobjdump_finds_the_nvdisasm_that_it_calls(tmp_path, monkeypatch):
+    """Here Triton's, which is on nobody's PATH."""
+    tool = tmp_path / "cuobjdump"
+    tool.write_text(
+        f"#!{shutil.which('bash')}\n"
+        "type -P nvdisasm >/dev/null || { echo 'Could not find nvdisasm' >&2; exit 1; }\n"
+        "echo 'Function k:'; echo ' REG:7'; echo 'Function : k'; echo '/*0000*/ EXIT ;'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    (found,) = disassemble(str(tool), tmp_path / "library", "sm_120a")
+    assert (found.name, found.registers, found.instructions[0][1]) == ("k", 7, "EXIT")
+
+
+@pytest.mark.parametrize(("asked", "words"), [("/nowhere", "no program /nowhere"), (None, "pip install nvidia-cuda-x")])
+def test_a_tool_that_is_not_there_is_one_sentence(asked, words):
+    with pytest.raises(SystemExit, match=words):
+        find_tool("x", asked)

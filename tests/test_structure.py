@@ -78,7 +78,10 @@ SHARED = {
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
 CLIENT_FOLDERS = ("bench/serving", "bench/quality")
 # of the package, what the client shares with it: these need the standard library only, too
-CLIENT_SHARES = ("deepseek_v4_sm120.commands.disclosure", "deepseek_v4_sm120.patching.json_file")
+CLIENT_SHARES = (
+    *("deepseek_v4_sm120.commands.disclosure", "deepseek_v4_sm120.patching.json_file"),
+    "deepseek_v4_sm120.patching.lifetime",
+)
 # of bench/quality, what is no gate
 NO_GATE = {
     *("corruption_marks", "gates", "greedy", "in_flight", "saved", "server_load", "soak_state", "verdict", "whole"),

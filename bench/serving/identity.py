@@ -15,6 +15,7 @@ from pathlib import Path
 from bench.serving.endpoint import Endpoint, ServerError
 from deepseek_v4_sm120.commands.disclosure import printable, redacted
 from deepseek_v4_sm120.patching.json_file import JsonFileError, load
+from deepseek_v4_sm120.patching.lifetime import has_ended
 
 # of /server_info: what differs between two equal servers, or from one moment to the next. `launch_command` (0.5.23)
 # holds the port, and keys as they were typed; the other flags are there as SGLang took them
@@ -86,7 +87,7 @@ class Identity:
 def patch_states(folder: Path | None) -> tuple[dict[str, str] | None, list[str]]:
     """({patch: state} from the reports of DSV4_SM120_REPORT, what could not be read). APPLIED if it is in any process.
 
-    No report in the folder: stock. No folder, or a report that cannot be read: None, not known.
+    No report of a process that runs in the folder: stock. No folder, or a report that cannot be read: None, not known.
     """
     if folder is None:
         return None, ["patch status (no folder of DSV4_SM120_REPORT given)"]
@@ -100,6 +101,8 @@ def patch_states(folder: Path | None) -> tuple[dict[str, str] | None, list[str]]
             return None, [f"patch status ({path} {error})"]
         if not _is_report(report):
             return None, [f"patch status ({path} is no report of a patched process)"]
+        if has_ended(report):  # of the server before this one
+            continue
         mode = report.get("settings", {}).get("force")
         for entry in report.get("patches", []):
             if entry["state"] == "NOT APPLICABLE":

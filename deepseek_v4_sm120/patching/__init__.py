@@ -7,13 +7,16 @@ engine        version -> target -> contract -> needs -> setattr -> record
 verdict       what the first process of a server decided, for those that it starts
 report        log line, JSON per process, status table
 report_files  the files of these reports
+lifetime      whether the process of a report still runs
 """
 
 import os
+import sys
 
 from deepseek_v4_sm120 import PROFILE, REPORT
 from deepseek_v4_sm120.patching import import_hook
 
+VERDICT = "_DSV4_SM120_VERDICT"  # what the first process of a server decided (verdict.py); no setting of users
 HOST = "sglang"  # the package whose first import starts us; every other name of it is in sglang_patches/
 
 _installed = False
@@ -87,13 +90,26 @@ def left_out(patch, way):
 
 
 def _start():
+    """Inside the import of SGLang, whatever it is to serve: half a folder must not make that import fail. What of it
+    is missing or cut off may be any module, the engine, which could stop our model alone, among them."""
     global _engine
-    from deepseek_v4_sm120.settings import settings
-
-    if _engine is not None or settings().off:
+    if _engine is not None:
         return
-    from deepseek_v4_sm120.patching.engine import Engine
-    from deepseek_v4_sm120.sglang_patches.table import TABLE
+    try:
+        from deepseek_v4_sm120.settings import settings
 
+        if settings().off:
+            return
+        from deepseek_v4_sm120.patching.engine import Engine
+        from deepseek_v4_sm120.sglang_patches.table import TABLE
+    except Exception as error:
+        if os.environ.get(VERDICT):  # the process that started this one has us: all of a server run the same code
+            raise
+        folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        sys.stderr.write(
+            f"deepseek_v4_sm120: {folder} cannot be loaded ({type(error).__name__}: {error}): SGLang runs as without "
+            "us; copy the folder that the build made again, as a whole, or rebuild it with ./build_docker.sh\n"
+        )
+        return
     _engine = Engine(TABLE, host=HOST, settings=settings())
     _engine.start()

@@ -311,9 +311,9 @@ class Engine:
         return f"{us} does not fit {self.host} {self.version}"
 
     def _lacks_what_it_needs(self, problems: list[str]) -> bool:
-        """Whether it is not the host's release that stands in the way, but what this machine has of ours."""
+        """Whether something of ours is not whole on this machine: then a patch may not fit for that reason alone."""
         unmet = {problem for problem in self._needs_met.values() if problem}
-        return {problem.partition(": ")[2] for problem in problems} <= unmet
+        return not unmet.isdisjoint(problem.partition(": ")[2] for problem in problems)
 
     def missing_stops(self) -> str | None:
         """In words, when no place is left in which a server could be stopped."""
@@ -346,10 +346,9 @@ class Engine:
         elif self._lacks_what_it_needs(problems):
             fix = "mend what is named; or set DSV4_SM120_ON_BROKEN=warn to run the stock code in these places"
         else:
-            fix = (
-                "use a release of deepseek_v4_sm120 that lists this version; or set"
-                " DSV4_SM120_ON_BROKEN=warn to run the stock code in these places"
-            )
+            fix = "mend the variables; " if set(problems) & set(self._mistakes()) else ""
+            fix += "use a release of deepseek_v4_sm120 that lists this version; or set "
+            fix += "DSV4_SM120_ON_BROKEN=warn to run the stock code in these places"
         return PatchError(
             f"{self._beginning(problems)}:\n  "
             + "\n  ".join(report.by_reason(problems))
@@ -489,17 +488,6 @@ class Engine:
     def in_place(self) -> set[str]:
         """The patches that are applied, or will be when what they replace is imported."""
         return {record.patch.name for record in self.records if record.state in (READY, APPLIED)}
-
-    def default_rows(self) -> list[dict]:
-        """The defaults for reports; `moot` is the patch that makes one that is off superfluous here, or None."""
-        in_place = self.in_place()
-        rows = self.steering.as_rows()
-        for row in rows:
-            replacing = self.steering.rows[row["default"]].moot_with if row["default"] in self.steering.rows else None
-            row["moot"] = replacing if replacing in in_place and row["state"] == OFF else None
-            if row["moot"]:
-                row["reason"] = f"{replacing} runs in its place"
-        return rows
 
     # Afterwards -----------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Steering:
             return None
         from difflib import get_close_matches
 
-        near = [name for unknown in self.unknown for name in get_close_matches(unknown, self.known, n=1)]
+        near = [name for unknown in self.unknown for name in get_close_matches(unknown.lower(), self.known, n=1)]
         meant = f" (perhaps {', '.join(dict.fromkeys(near))}?)" if near else ""
         return f"DSV4_SM120_SET names {', '.join(self.unknown)}{meant}; it takes {', '.join(self.known)}"
 

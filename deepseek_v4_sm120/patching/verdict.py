@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120.patching import VERDICT
 
-VARIABLE = "_DSV4_SM120_VERDICT"  # no setting of users
 MOST_CHARACTERS = 64 << 10  # Linux takes 128 KiB in one variable; above this, children read the profile themselves
 
 
@@ -27,7 +27,7 @@ class Verdict:
         text = json.dumps(asdict(self))
         if len(text) > MOST_CHARACTERS:
             text = json.dumps({**asdict(self), "profile": None})
-        environ[VARIABLE] = text
+        environ[VERDICT] = text
 
 
 def identity(version: str | None) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ def identity(version: str | None) -> tuple[str, ...]:
 def inherited(environ: Mapping[str, str], version: str | None) -> Verdict | None:
     """The verdict of the process that started this one; None without one, or where it is about another installation
     (a server that starts a server)."""
-    text = environ.get(VARIABLE)
+    text = environ.get(VERDICT)
     if not text:
         return None
     found = json.loads(text)

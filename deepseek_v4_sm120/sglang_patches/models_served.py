@@ -122,7 +122,7 @@ def verdicts(config: Mapping, tp: int = 1) -> list[Verdict]:
 def read_config(path: str | Path) -> tuple[Path, dict]:
     """(its path, the config.json) of a model's folder, or of that file; JsonFileError, a sentence, for what is none.
     Of a DeepSeek-V4 whose weights are beside it, with the format of its experts (EXPERTS)."""
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))  # as it is where nobody knows the home folder
     place = place / "config.json" if place.is_dir() else place
     try:
         found = json_file.load(place)

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What becomes of a real server with our sums between two cards when its processes are killed, stopped, doubled or told
-to end: stock SGLang's processes, 6 layers, TP2, all started side by side.
+"""What becomes of a real server with our sums between two cards when its processes are killed, stopped or doubled.
+
+They are stock SGLang's, 6 layers, TP2, all started side by side.
 
 usage: faults_stage.py [--harness DIR] [--patch build] [--out $OUT] [--only CASE ..] [--limit-s 280] [--served auto]
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""The serving comparison and the equality gates against the real engine: stock and patched server side by side on one
-GPU.
+"""The serving comparison and the equality gates against the real engine, stock and patched beside each other on a GPU.
 
 usage: serving_stage.py [--harness DIR] [--patch build] [--out $OUT] [--mode ops] [--variant flash6h] [--limit-s 240]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.patching import import_hook, report, verdict
+from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.patching import import_hook, report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from tests.patching import wheels
 from tests.patching.small_host import HOST
@@ -502,7 +503,7 @@ def host(tmp_path, monkeypatch, write_tree):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(device_gate, "_first_served", [])
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: False)  # without torch; `gpu` changes it
-    for variable in (report.TOLD, verdict.VARIABLE):  # what a server's first process leaves to the others
+    for variable in (report.TOLD, patching.VERDICT):  # what a server's first process leaves to the others
         monkeypatch.setenv(variable, "")
 
     def write(changes=None):

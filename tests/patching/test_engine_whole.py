@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import import_hook, profile, verdict
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, READY
@@ -255,7 +256,7 @@ def test_a_profile_that_no_variable_holds_is_left_to_the_children():
     for size, is_handed_on in ((1 << 10, True), (1 << 17, False)):
         verdict.Verdict(mine, {"job": "why"}, {"warnings": ["x" * size]}).hand_over(environ)
         found = verdict.inherited(environ, "1.2.0")
-        assert len(environ[verdict.VARIABLE]) < 1 << 17 and (found.profile is not None) == is_handed_on
+        assert len(environ[patching.VERDICT]) < 1 << 17 and (found.profile is not None) == is_handed_on
         assert found.left_out == {"job": "why"}
 
 

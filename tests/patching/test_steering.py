@@ -11,6 +11,7 @@ from deepseek_v4_sm120.patching.steering import HANDOVER, NOT_APPLICABLE, OFF, O
 from deepseek_v4_sm120.settings import Settings, read_choices
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 from deepseek_v4_sm120.sglang_patches.table import TABLE
+from tests.patching.test_table import status
 
 ROWS = (
     Default(name="safe", why="w", source="s", sglang="a", on=True, how="h", environment={"STOCK_A": "0"}),
@@ -236,3 +237,19 @@ def test_the_prefill_interval_of_0_5_17_is_the_engines(monkeypatch):
         monkeypatch.setattr(patching, "active_engine", lambda engine=engine: engine)
         assert scheduling._interval() == interval
     assert scheduling.DEFAULT in {row.name for row in DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    ("asked", "absent"),
+    [("index_select=off", "dealt_index"), ("draft_head=on,fp8_linear=off", "draft_head"), ("mhc=off", None)],
+)
+def test_a_default_is_not_on_where_its_patch_is_not_in_place(python_with_torch, tree, asked, absent):
+    """The two tables of one answer, and what doctor and others read of it, say the same."""
+    env = {"DSV4_SM120_SET": asked}
+    found = json.loads(status(python_with_torch, "--json", path=[tree()], env=env, check=False).stdout)
+    rows = {row["default"]: row for row in found["defaults"]}
+    if absent is None:
+        assert rows["dealt_index"]["state"] == "ON"
+        return
+    assert (rows[absent]["state"], rows[absent]["reason"]) == ("NOT APPLICABLE", f"without {absent}")
+    assert {row["patch"]: row["state"] for row in found["patches"]}[absent] == "OFF"

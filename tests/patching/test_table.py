@@ -325,6 +325,8 @@ def test_a_wrong_value_stops_a_server_of_ours_and_is_told_to_all_others(server, 
     assert "cannot do what its variables ask for" in done.stderr and "mend or unset what is named" in done.stderr
     assert "does not fit" not in done.stderr and "another release" not in done.stderr.lower()
     assert server(tree(), "ours", "sm120", DSV4_SM120_ON_BROKEN="warn", **{name: value}).stdout == "[]\n"
+    beside = server(tree(BROKEN_TREE), "ours", "sm120", check=False, **{name: value})
+    assert words in beside.stderr and "What to do: mend the variables; use a release" in beside.stderr
 
 
 def test_forced_validation_counts_as_our_gpu(server, tree):
@@ -508,7 +510,7 @@ def test_status_of_a_broken_tree_and_of_off(python, tree):
     assert "OFF" in off.stdout and "BROKEN" not in off.stdout
 
 
-def test_status_shows_what_running_processes_reported(python, tree, tmp_path):
+def test_status_shows_what_processes_reported(python, tree, tmp_path):
     env = {**SEAMS, "DSV4_SM120_REPORT": str(tmp_path / "reports")}
     host = tree()
     python("import sglang.srt.server_args", path=[host], env=env)
@@ -516,7 +518,7 @@ def test_status_shows_what_running_processes_reported(python, tree, tmp_path):
     found = json.loads(file.read_text())
     assert [r["state"] for r in found["patches"] if r["target"].startswith("sglang.srt.server_args")] == ["APPLIED"]
     shown = status(python, path=[host], env=env, check=False).stdout
-    assert f"pid {file.stem}: applied sm120_seams" in shown
+    assert f"pid {file.stem}, which has ended: applied sm120_seams" in shown
 
 
 @pytest.mark.parametrize(

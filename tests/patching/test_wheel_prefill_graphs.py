@@ -262,6 +262,9 @@ def test_captured_rows_end_with_the_number_of_the_setting():
     assert prefill_graphs.captured_rows(640) == CAPTURED
     assert prefill_graphs.captured_rows(100)[-2:] == [96, 100] and prefill_graphs.captured_rows(4) == [4]
     assert prefill_graphs.captured_rows(8192)[-2:] == [6144, 8192]
+    for most in (9, 1025, 12288, 12289, 16384, 32768, 999_999):  # else what lies between is in no graph
+        rows = prefill_graphs.captured_rows(most)
+        assert rows[-1] == most and all(b <= 2 * a for a, b in zip(rows, rows[1:], strict=False)), rows
     for rows, more in zip(CAPTURED, CAPTURED[1:], strict=False):
         assert more <= 2 * rows  # else SGLang would run a pass between them without a graph
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import report
 from tests.patching.test_table import FAKE_SM120, status
 
@@ -62,3 +63,57 @@ def test_a_name_that_nothing_has_is_told_with_the_nearest(python, tree, has_host
     """Where SGLang is not found, too: `status` is asked on the host as well as in the image."""
     done = status(python, path=[tree()] if has_host else [], env={"DSV4_SM120_SET": "mch=off"}, check=False)
     assert done.returncode == 1 and done.stdout.count("DSV4_SM120_SET names mch (perhaps mhc?); it takes ") == 1
+
+
+TABLE_FILE = "deepseek_v4_sm120/sglang_patches/table.py"
+HALVES = {  # what became of which file -> what is told
+    "gone": (TABLE_FILE, None, "ModuleNotFoundError: No module named 'deepseek_v4_sm120.sglang_patches.table'"),
+    "cut off": (TABLE_FILE, "TABLE = (", "SyntaxError: '(' was never closed (table.py, line 1)"),
+    "of another kind": (
+        "deepseek_v4_sm120/settings.py",
+        "raise OSError('Input/output error')",
+        "OSError: Input/output",
+    ),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_a_folder_makes_no_import_of_sglang_fail(python, tree, without_module, half):
+    """A Llama server, a client's tool: what would have run without us does; it is said in a line, and no traceback."""
+    name, text, words = HALVES[half]
+    if text is None:
+        (without_module / name).unlink()
+    else:
+        (without_module / name).write_text(text)
+    asked = {"path": [without_module, tree()], "ours": False, "check": False}
+    code = "import sglang.srt.server_args, sys; print(sglang.srt.server_args.is_sm120_supported())"
+    done = python(code, **asked)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"deepseek_v4_sm120: {without_module} cannot be loaded ({words}")
+    assert line.endswith(
+        "SGLang runs as without us; copy the folder that the build made again, as a whole, or rebuild "
+        "it with ./build_docker.sh"
+    )
+    child = python(code, **asked, env={patching.VERDICT: "{}"})
+    assert child.returncode == 1 and words.partition(" (")[0] in child.stderr, (
+        "its parent has us: all of a server run the same code"
+    )
+
+
+def test_what_only_half_a_folder_lacks_is_no_fault_of_sglangs(python, tree, without_module):
+    """Some patches lack the compiled module, and one a file of Python: no other release of ours would mend that."""
+    (without_module / "deepseek_v4_sm120/sglang_patches/adapters/argument_defaults.py").unlink()
+    code = (
+        FAKE_SM120
+        + """
+    import deepseek_v4_sm120.patching as patching
+    patching.install()
+    import sglang.srt.server_args
+    from sglang.srt.arg_groups import deepseek_v4_hook
+    deepseek_v4_hook.apply_deepseek_v4_defaults(None, "DeepseekV4ForCausalLM")
+    """
+    )
+    refused = python(code, path=[without_module, tree()], ours=False, check=False).stderr.partition("PatchError: ")[2]
+    assert "cannot run here:\n" in refused and "argument_defaults" in refused, refused
+    assert "What to do: mend what is named; or set" in refused and "use a release" not in refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from bench.serving.endpoint import Endpoint
 from bench.serving.identity import Identity
 from bench.serving.measures import Change, Metric, Spread
 from bench.serving.server_errors import ServerError
+from deepseek_v4_sm120.patching import lifetime
 
 FASTER, LOWER = Metric("rate", "tok/s", True), Metric("wait", "ms", False)
 
@@ -346,6 +348,10 @@ def test_patch_states_from_the_reports_of_several_processes(tmp_path):
     assert identity.patch_states(tmp_path) == ({"sparse_decode": "APPLIED"}, [])
     (tmp_path / "none").mkdir()
     assert identity.patch_states(tmp_path / "none") == ({}, [])  # stock
+    patched = {"pid": os.getpid(), "patches": [{"patch": "mhc", "state": "APPLIED"}], "process": lifetime.of_this()}
+    for began, states in ((patched["process"]["began"], {"mhc": "APPLIED"}), (1, {})):
+        (tmp_path / "none/1.json").write_text(json.dumps(patched | {"process": {**patched["process"], "began": began}}))
+        assert identity.patch_states(tmp_path / "none") == (states, []), "the server before this one was patched"
 
 
 @pytest.mark.parametrize(

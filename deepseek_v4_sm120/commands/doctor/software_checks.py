@@ -257,7 +257,9 @@ def _processes(facts: Facts) -> Iterator[Finding]:
     for problem in filter(None, (status.get("report_problem"), *status.get("strange_reports", ()))):
         yield warn("reports", f"{REPORT}: {problem}", "not known what that server has applied", "a folder of its own")
     if not processes:
-        yield not_run("running servers", "no reports", "start them and doctor with DSV4_SM120_REPORT=<the same folder>")
+        ended = len(status.get("ended_processes", ()))
+        none = f"{ended} reports, all of processes that have ended" if ended else "no reports"
+        yield not_run("running servers", none, "start them and doctor with DSV4_SM120_REPORT=<the same folder>")
     for process in processes:
         applied = sorted({r["patch"] for r in process["patches"] if r["state"] == "APPLIED"})
         broken = sorted({r["patch"] for r in process["patches"] if r["state"] == "BROKEN"})

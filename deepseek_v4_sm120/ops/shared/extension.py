@@ -16,6 +16,7 @@ import json
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -110,14 +111,22 @@ def _damage(path: Path, size: int, *_changes: int) -> str | None:
     return None
 
 
-def _absent(folder: Path) -> str | None:
+def absent_sources() -> str | None:
+    """Which Python files of the package the folder that the build made lacks, and what to do."""
+    try:
+        return _absent(_PACKAGE.parent, lambda name: name.startswith(f"{_PACKAGE.name}/") and name.endswith(".py"))
+    except (OSError, ValueError) as error:
+        return f"{_record(_PACKAGE.parent)} cannot be read ({error}): {_REMEDY}"
+
+
+def _absent(folder: Path, asked: Callable[[str], bool] = bool) -> str | None:
     """Which files of the build the folder lacks, and what to do."""
     record = _record(folder)
     if not record.is_file():
         return None
     with open(record, newline="") as lines:  # what runs; without a digest are pip's
         names = [name for name, *about in csv.reader(lines) if any(about) and not name.startswith(record.parent.name)]
-    if not (gone := [name for name in names if not (folder / name).is_file()]):
+    if not (gone := [name for name in names if asked(name) and not (folder / name).is_file()]):
         return None
     return f"{folder} lacks {', '.join(gone[:3])}{', ...' if gone[3:] else ''} of {record}: {_REMEDY}"
 

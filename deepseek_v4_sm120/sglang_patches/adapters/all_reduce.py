@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -39,7 +38,7 @@ from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe, all_reduce_probe_process
 from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS, ONE_ORDER_RANKS
-from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.patching import lifetime, report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import all_reduce_ahead, device_gate, models_served, shadow
 from deepseek_v4_sm120.sglang_patches.all_reduce_ahead import PATCH
@@ -56,7 +55,7 @@ class Place(NamedTuple):
     """What a rank tells the others before they try anything."""
 
     is_served: bool
-    host: str  # where processes can see each other
+    host: str | None  # where processes can see each other
     most_rows: int  # of a decode or verify step
     transport: str | None = None  # the one to try; rank 0's counts
     deals: bool = False  # the compressors' products
@@ -143,7 +142,7 @@ def _ours_or(theirs, group, device):
         return told
 
     rank, hidden = torch.distributed.get_rank(group), models_served.announced()["hidden"]
-    places = gather(Place(_is_served(device), _host(), _most_rows(), settings().transport, _deals()))
+    places = gather(Place(_is_served(device), lifetime.namespace(), _most_rows(), settings().transport, _deals()))
     if not all(place.is_served for place in places):
         return theirs
     chosen = places[0].transport
@@ -204,7 +203,7 @@ def _is_served(device) -> bool:
 
 
 def _why_not(places: list[Place]) -> str | None:
-    if len({place.host for place in places}) > 1:
+    if None in (hosts := {place.host for place in places}) or len(hosts) > 1:
         return "the ranks are on several hosts, or in containers that do not see each other's processes"
     if places[0].most_rows > op.MAX_ROWS and not settings().reproducible:
         return (
@@ -212,12 +211,6 @@ def _why_not(places: list[Place]) -> str | None:
             "what goes further would round otherwise: --max-running-requests"
         )
     return None
-
-
-def _host() -> str:
-    """The kernel that runs and this process's namespace of process numbers."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _most_rows() -> int:

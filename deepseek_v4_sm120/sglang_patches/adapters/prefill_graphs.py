@@ -33,7 +33,10 @@ PLAIN = {
 
 def captured_rows(most: int) -> list[int]:
     """Those of the passes that are captured, at most so many."""
-    return [*(rows for rows in ROWS if rows < most), most]
+    found = [rows for rows in ROWS if rows < most]
+    while found and 2 * found[-1] < most:
+        found.append(2 * found[-1])
+    return [*found, most]
 
 
 def worth_capturing(cards: int) -> int:
