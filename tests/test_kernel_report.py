@@ -7,7 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
-from kernel_report import INSTRUCTION, Kernel, class_of, short_name  # noqa: E402
+import pytest  # noqa: E402
+from kernel_report import INSTRUCTION, Kernel, class_of, of_arch, short_name  # noqa: E402
 
 LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x37c]     ?trans1;           /* 0x1 */
@@ -52,3 +53,15 @@ def test_occupancy_is_the_tightest_limit():
     assert kernel(registers=64).blocks_per_sm(49_152) == 2
     assert kernel().blocks_per_sm(101_376) == 1
     assert kernel(registers=32, threads=512).blocks_per_sm(1024) == 3  # warps
+
+
+def test_a_kernel_is_reported_as_of_the_architecture_that_it_is_compiled_for():
+    """cuobjdump's answer to -arch sm_120a has the family's code as well."""
+    part = "\nFatbin elf code:\n================\narch = {arch}\ncode version = [1,8]\n\n\t\tFunction : {name}\n"
+    listing = "".join(
+        part.format(arch=a, name=n) for a, n in (("sm_120f", "few"), ("sm_120a", "many"), ("sm_120f", "b"))
+    )
+    for arch, names in (("sm_120a", ["many"]), ("sm_120f", ["few", "b"])):
+        assert [one.split()[0] for one in of_arch(listing, arch).split("Function : ")[1:]] == names
+    with pytest.raises(SystemExit, match="no code for sm_121a"):
+        of_arch(listing, "sm_121a")
