@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.__main__ import _default_rows
 from deepseek_v4_sm120.patching.spec import VALUE, Default
 from deepseek_v4_sm120.patching.steering import HANDOVER, NOT_APPLICABLE, OFF, ON, USER, Steering
-from deepseek_v4_sm120.settings import Settings, read_choices
-from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
+from deepseek_v4_sm120.settings import Settings, read_choices, read_settings
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DECODE_STEPS_BETWEEN_CHUNKS, DEFAULTS
 from deepseek_v4_sm120.sglang_patches.table import TABLE
 
 ROWS = (
@@ -236,3 +237,16 @@ def test_the_prefill_interval_of_0_5_17_is_the_engines(monkeypatch):
         monkeypatch.setattr(patching, "active_engine", lambda engine=engine: engine)
         assert scheduling._interval() == interval
     assert scheduling.DEFAULT in {row.name for row in DEFAULTS}
+
+
+def test_status_shows_the_number_in_force_where_nothing_of_the_hosts_is_set():
+    def shown(chosen):
+        made = Steering(DEFAULTS, read_settings({"DSV4_SM120_SET": chosen}), lambda versions: True)
+        return {name: value for name, _, value, _ in _default_rows({"defaults": made.as_rows()})}
+
+    found = shown("prefill_graphs=2048,prompts_in_halves=1024")
+    assert found["prefill_graphs"] == "2048" and found["prompts_in_halves"] == "1024"
+    assert found["dealt_index"] == "" and found["prefill_decode_interval"].endswith(f" {DECODE_STEPS_BETWEEN_CHUNKS}")
+    assert shown("prefill_graphs=on")["prefill_graphs"] == str(CAPTURED_ROWS)
+    unasked = shown("")  # one is off, of the other a server finds out whether it gains
+    assert unasked["prefill_graphs"] == unasked["prompts_in_halves"] == ""
