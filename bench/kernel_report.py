@@ -30,8 +30,9 @@ from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 
 REGISTERS_PER_SM = 65_536
 RESERVED_SHARED = 1024  # per block
-# warps and bytes of shared memory of an SM; sm_120a: the kernels that are not compiled for the family
-LIMITS = {"sm_90a": (64, 228 * 1024), "sm_120f": (48, 100 * 1024), "sm_120a": (48, 100 * 1024)}
+OF_SM120 = (48, 100 * 1024)
+# warps and bytes of shared memory of an SM; sm_120a and sm_121a: the kernels that are not compiled for the family
+LIMITS = {"sm_90a": (64, 228 * 1024), "sm_120f": OF_SM120, "sm_120a": OF_SM120, "sm_121a": OF_SM120}
 
 CLASSES = (
     ("tensor", r"[HQIO]?MMA|HGMMA|QMMA"),
@@ -123,6 +124,15 @@ def short_name(mangled: str) -> str:
     return name + (f"<{','.join(values)}>" if values else "")
 
 
+def of_arch(listing: str, arch: str) -> str:
+    """What cuobjdump tells of the code for `arch`: asked for sm_120a it brings sm_120f's, too, and the other way."""
+    parts = re.split(r"^Fatbin elf code:\n", listing, flags=re.M)[1:]
+    of_it = [part for part in parts if f"\narch = {arch}\n" in f"\n{part}"]
+    if not of_it:
+        raise SystemExit(f"the library has no code for {arch}")
+    return "".join(of_it)
+
+
 def disassemble(tool: str, library: Path, arch: str) -> list[Kernel]:
     nvdisasm = Path(find_tool("nvdisasm"))  # which cuobjdump -sass calls
     environ = os.environ | {"PATH": os.pathsep.join([str(nvdisasm.parent), os.environ.get("PATH", "")])}
@@ -132,7 +142,7 @@ def disassemble(tool: str, library: Path, arch: str) -> list[Kernel]:
         done = subprocess.run(command, env=environ, text=True, capture_output=True)
         if done.returncode:
             raise SystemExit(f"{tool} {' '.join(what)} failed: {done.stderr.strip()}")
-        return done.stdout
+        return of_arch(done.stdout, arch)
 
     usage = ask("--dump-resource-usage")
     registers = dict(re.findall(r"Function (\S+):\s*\n\s*REG:(\d+)", usage))

@@ -541,7 +541,8 @@ def build(options: argparse.Namespace) -> None:
         pythons = ", ".join(i.version for i in interpreters)
         say(f"CUDA {'.'.join(map(str, toolkit.version))} ({toolkit.nvcc}), Python {pythons}")
         results = Results(cache / "results", CSRC, toolkit.banner + run([compiler, "--version"]))
-        defines = {"DSV4_VERSION": __version__, "DSV4_GIT_COMMIT": commit, "DSV4_ARCHS": " ".join(options.archs)}
+        archs = sorted({arch for unit in translation_units() for arch in archs_of(unit, options.archs)})
+        defines = {"DSV4_VERSION": __version__, "DSV4_GIT_COMMIT": commit, "DSV4_ARCHS": " ".join(archs)}
         objects, bindings = compile_all(results, toolkit, compiler, pybind11, interpreters, options, defines)
         uses = kernel_uses(objects, options.archs)
         names = [LIBRARY, *(i.module for i in interpreters)]
@@ -558,7 +559,7 @@ def build(options: argparse.Namespace) -> None:
                 "version": __version__,
                 "git_commit": commit,
                 "cuda_version": answers[0]["build_info"]["cuda_version"],
-                "archs": list(options.archs),
+                "archs": archs,
                 "library": LIBRARY,
                 "pythons": {i.version: i.module for i in interpreters},
                 "glibc": glibc,

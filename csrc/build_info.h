@@ -4,7 +4,7 @@
 namespace dsv4 {
 
 struct BuildInfo {
-  const char *version, *git_commit, *archs;  // archs: "120f 90a"
+  const char *version, *git_commit, *archs;  // archs: "120a 120f 121a 90a"
   int cudart;                                // CUDART_VERSION
 };
 BuildInfo build_info();

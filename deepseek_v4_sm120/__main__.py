@@ -219,7 +219,8 @@ def _broken(found: dict) -> bool:
 def _default_rows(found: dict) -> list[tuple[str, ...]]:
     rows = [("default", "state", "value", "reason")]
     for row in [row for row in found["defaults"] if row["state"] != "NOT APPLICABLE"]:
-        value = " ".join(row["applied"]) or row["would_set"]
+        number = str(row["value"] or "") if row["state"] == "ON" else ""  # of those that set nothing of SGLang's
+        value = " ".join(row["applied"]) or row["would_set"] or number
         rows.append((row["default"], row["state"], value if len(value) < 61 else value[:57] + "...", row["reason"]))
     return rows if len(rows) > 1 else [("defaults", "none for this SGLang", "", "")]
 

@@ -18,11 +18,13 @@ import pytest
 import deepseek_v4_sm120
 
 REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "bench"))
+import kernel_report  # noqa: E402
+
 ARTIFACT = REPO / "build"
 KNOWN = sorted(f"known_files/{p.name}" for p in (REPO / "deepseek_v4_sm120/sglang_patches/known_files").iterdir())
 PACKAGE = ARTIFACT / "deepseek_v4_sm120"
 DIST_INFO = f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info"
-ARCHS = {"120f", "90a"}
 CUBINS = {"sm_120", "sm_120a", "sm_121a", "sm_90a"}  # as cuobjdump names them: sm_120 is 120f
 LIBRARY = PACKAGE / "libdeepseek_v4_sm120.so"
 LARGEST_FOLDER, PYTHONS = 20_000_000, 4  # bytes, with modules for 3.10 to 3.13
@@ -190,10 +192,12 @@ def test_exports_only_what_is_meant(modules):
 
 
 def test_the_kernels_are_in_the_library_alone(modules, info):
-    """Only the intended cubins, compressed, and no PTX."""
-    assert set(info["archs"]) == ARCHS
+    """Only the intended cubins, all of them told, compressed, and no PTX."""
     listed = re.findall(r"\.(sm_\w+)\.cubin", cuobjdump("--list-elf", str(LIBRARY)))
     assert set(listed) == CUBINS
+    assert {f"sm_{arch}".replace("120f", "120") for arch in info["archs"]} == CUBINS
+    assert {kernel["arch"] for kernel in info["kernels"]} == set(info["archs"])
+    assert {f"sm_{arch}" for arch in info["archs"]} == set(kernel_report.LIMITS)
     assert not re.findall(r"\.ptx\b", cuobjdump("--list-ptx", str(LIBRARY)))
     for path in (LIBRARY, *modules.values()):
         with path.open("rb") as stream:

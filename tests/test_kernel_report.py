@@ -11,7 +11,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "bench"))
 
-from kernel_report import INSTRUCTION, Kernel, class_of, disassemble, find_tool, short_name  # noqa: E402
+from kernel_report import INSTRUCTION, Kernel, class_of, disassemble, find_tool, of_arch, short_name  # noqa: E402
 
 LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x37c]     ?trans1;           /* 0x1 */
@@ -64,7 +64,8 @@ def test_cuobjdump_finds_the_nvdisasm_that_it_calls(tmp_path, monkeypatch):
     tool.write_text(
         f"#!{shutil.which('bash')}\n"
         "type -P nvdisasm >/dev/null || { echo 'Could not find nvdisasm' >&2; exit 1; }\n"
-        "echo 'Function k:'; echo ' REG:7'; echo 'Function : k'; echo '/*0000*/ EXIT ;'\n"
+        "echo 'Fatbin elf code:'; echo 'arch = sm_120a'; echo 'Function k:'; echo ' REG:7'\n"
+        "echo 'Function : k'; echo '/*0000*/ EXIT ;'\n"
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -76,3 +77,15 @@ def test_cuobjdump_finds_the_nvdisasm_that_it_calls(tmp_path, monkeypatch):
 def test_a_tool_that_is_not_there_is_one_sentence(asked, words):
     with pytest.raises(SystemExit, match=words):
         find_tool("x", asked)
+
+
+def test_a_kernel_is_reported_as_of_the_architecture_that_it_is_compiled_for():
+    """cuobjdump's answer to -arch sm_120a has the family's code as well."""
+    part = "\nFatbin elf code:\n================\narch = {arch}\ncode version = [1,8]\n\n\t\tFunction : {name}\n"
+    listing = "".join(
+        part.format(arch=a, name=n) for a, n in (("sm_120f", "few"), ("sm_120a", "many"), ("sm_120f", "b"))
+    )
+    for arch, names in (("sm_120a", ["many"]), ("sm_120f", ["few", "b"])):
+        assert [one.split()[0] for one in of_arch(listing, arch).split("Function : ")[1:]] == names
+    with pytest.raises(SystemExit, match="no code for sm_121a"):
+        of_arch(listing, "sm_121a")

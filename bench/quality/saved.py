@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,14 +43,30 @@ def is_file(gate: str, given: str) -> bool:
 
 
 def must_be_writable(path: Path) -> None:
-    """What cannot be written is known before the run."""
+    """What cannot be written is known before the run, of which nothing is left there until it has ended well."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a"):
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "--save wants a file, and there is something else", str(path))
+    with _draft(path.resolve()):
         pass
 
 
+@contextlib.contextmanager
+def _draft(path: Path):
+    """A new file beside it, removed at the end unless it was renamed."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.touch(exist_ok=False)
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def write(gate: str, path: Path, found: dict) -> Verdict:
-    path.write_text(json.dumps(found))
+    """As a whole or not at all; a link stays one."""
+    with _draft(path.resolve()) as draft:
+        draft.write_text(json.dumps(found))
+        os.replace(draft, path.resolve())
     return Verdict(gate, None, f"saved {len(found['entries'])} reference answers to {path}")
 
 

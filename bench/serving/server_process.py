@@ -133,16 +133,16 @@ class ServerProcess:
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return " | ".join(lines[-3:]) or "(empty)"
 
-    def stop(self) -> None:
+    def stop(self, wait_s: float = STOP_S) -> None:
         """Interrupt, then kill what is left of the group: a GPU must be free before the other side starts."""
         if self.process is None:
             return
-        for number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+        for number, most_s in ((signal.SIGTERM, wait_s), (signal.SIGKILL, STOP_S)):
             try:
                 os.killpg(self.process.pid, number)
             except ProcessLookupError:
                 break
-            deadline = time.monotonic() + wait_s
+            deadline = time.monotonic() + most_s
             while time.monotonic() < deadline and self._group_lives():
                 self.process.poll()
                 time.sleep(0.05)

@@ -276,6 +276,23 @@ def test_short_prompts_that_wait_for_the_host_are_told(info, metrics, applied, i
         assert "prefill_graphs=on" in told.fix and told.cost
 
 
+@pytest.mark.parametrize("shadow", ["1", "ours"])
+def test_in_shadow_mode_nothing_is_said_of_times_and_the_logits_tensor_is_there(shadow):
+    def told(**variables):
+        info = NO_PREFILL_GRAPHS | {"chunked_prefill_size": 8192, "context_length": 1 << 20}
+        applied = frozenset(["index_select"])
+        answers = server.Answers(info, SHORT, applied, model_type="deepseek_v4", variables=variables)
+        return {f.check: f for f in server.checks(answers)}
+
+    plain, shadowed = told(), told(DSV4_SM120_SHADOW=shadow)
+    assert plain["short prompts"].state == WARN and "prefill scratch" not in plain
+    assert shadowed["short prompts"].state == NOT_RUN and "shadow mode" in shadowed["short prompts"].found
+    assert (
+        "prefill_graphs" not in shadowed["short prompts"].fix and "DSV4_SM120_SHADOW" in shadowed["short prompts"].fix
+    )
+    assert "shadow mode runs it beside ours" in shadowed["prefill scratch"].cost
+
+
 @pytest.mark.parametrize(
     ("cards", "cached", "chunk", "choice"),
     [

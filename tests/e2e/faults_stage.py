@@ -51,6 +51,7 @@ sys.path[:0] = [str(REPO)]
 
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_errors import ServerError  # noqa: E402
+from bench.serving.server_process import STOP_S as SERVER_STOP_S  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
 from tests.e2e import cards_memory  # noqa: E402
 from tests.e2e.cards_memory import used_mib  # noqa: E402
@@ -400,8 +401,9 @@ class Stage:
                 for job in jobs:
                     job.result()
         finally:
+            started = [server.process for server in self.servers.values() if server.process]
             with concurrent.futures.ThreadPoolExecutor(len(SERVERS)) as pool:
-                list(pool.map(lambda process: process.stop(), [s.process for s in self.servers.values() if s.process]))
+                list(pool.map(lambda process: process.stop(self.arguments.stop_s), started))
         for case in self.arguments.only:
             self.found.setdefault(case, {"problem": "its server did not start", "seconds": 0.0})
         return self.left_behind(before)
@@ -417,7 +419,7 @@ class Stage:
 
     def left_behind(self, before: dict) -> dict:
         """Once all has ended: a driver takes a moment to give memory back."""
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + self.arguments.give_back_s
         while (used := used_mib()) is not None and before["mib"] is not None:
             if used <= before["mib"] + 64 or time.monotonic() > end:
                 break
@@ -484,6 +486,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stall-s", type=float, default=10.0)
     parser.add_argument("--busy-s", type=float, default=1.0, help="from a request to the fault")
     parser.add_argument("--given-up-s", type=float, default=GIVEN_UP_S)
+    parser.add_argument("--stop-s", type=float, default=SERVER_STOP_S, help="from asking a server to end to killing it")
+    parser.add_argument("--give-back-s", type=float, default=10.0, help="that a driver may take to have memory back")
     parser.add_argument("--shared-memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--commit", help="of the patch, where this is a copy without git")
     arguments = parser.parse_args(argv)

@@ -147,7 +147,7 @@ def stage(tmp_path):
             str(tmp_path / "shm"),
         ]
         line += ["--port", str(free_ports(1)[0] // 4), "--served", "http", "--stall-s", "0.5", "--busy-s", "0.2"]
-        line += ["--given-up-s", "3", "--work", str(tmp_path / "work"), *options]
+        line += ["--given-up-s", "3", "--stop-s", "3", "--give-back-s", "1", "--work", str(tmp_path / "work"), *options]
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "E2E_"))}
         kept |= {"PYTHONPATH": str(tmp_path / "site"), "FAKE_FAULTS": faults, "FAKE_FOLDER": str(tmp_path)}
         kept["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{kept['PATH']}"

@@ -42,15 +42,24 @@ thread_local std::mt19937 dice;
 struct Pending { uint32_t* word; uint32_t value; };
 thread_local std::vector<Pending> pending;  // words on their way
 bool holds_back = true;
+#ifdef LIBRARY
+constexpr bool kYields = false;  // who yields is behind all that wants a core, other tests too: minutes instead of seconds on a busy machine
+constexpr int kBusyLooks = 4, kLookUs = 50;
+#else
+constexpr bool kYields = true;
 constexpr int kBusyLooks = 512, kLookUs = 500;
+#endif
 
 inline bool rolls(int of) { return dice() % of == 0; }
+inline void give_way() {
+  if constexpr (kYields) std::this_thread::yield();
+}
 inline void carry_out(bool all) {
   std::shuffle(pending.begin(), pending.end(), dice);
   while (!pending.empty() && (all || rolls(2))) {
     std::atomic_ref<uint32_t>(*pending.back().word).store(pending.back().value, std::memory_order_relaxed);
     pending.pop_back();
-    if (rolls(64)) std::this_thread::yield();
+    if (rolls(64)) give_way();
   }
 }
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
@@ -62,7 +71,7 @@ inline int __syncthreads_or(int value) {
   __syncthreads();
   return any;
 }
-inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+inline void __nanosleep(unsigned) { give_way(); }
 inline void __threadfence_system() { carry_out(true); std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return std::atomic_ref<uint32_t>(*p).fetch_add(v); }
@@ -86,20 +95,14 @@ inline void give_up() {
 inline uint32_t load_relaxed(const uint32_t* p) { return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(p)).load(std::memory_order_relaxed); }
 inline uint4 load_relaxed(const uint4* p) {
   carry_out(rolls(8));
-  if (rolls(4)) std::this_thread::yield();  // fewer cores than threads
-#ifdef LIBRARY
-  static thread_local int looks = 0;  // of processes that others want cores beside, and the one that is waited for
-  if (++looks % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
-#endif
+  if (rolls(4)) give_way();  // fewer cores than threads
   const uint32_t* const w = &p->x;
   const uint4 found = {load_relaxed(w), load_relaxed(w + 1), load_relaxed(w + 2), load_relaxed(w + 3)};
-#ifndef LIBRARY
   static thread_local int in_vain = 0;  // in a row
   const auto is_nothing = [](uint32_t word) { return word == 0 || word == ~0u; };
   const bool waits = is_nothing(found.x) || is_nothing(found.y) || is_nothing(found.z) || is_nothing(found.w);
   in_vain = waits ? in_vain + 1 : 0;
   if (in_vain > kBusyLooks) std::this_thread::sleep_for(std::chrono::microseconds(kLookUs));  // it waits for long: others may have its core
-#endif
   return found;
 }
 inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

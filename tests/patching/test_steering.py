@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.__main__ import _default_rows
 from deepseek_v4_sm120.patching.spec import VALUE, Default
 from deepseek_v4_sm120.patching.steering import HANDOVER, NOT_APPLICABLE, OFF, ON, USER, Steering
-from deepseek_v4_sm120.settings import Settings, read_choices
-from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
+from deepseek_v4_sm120.settings import Settings, read_choices, read_settings
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DECODE_STEPS_BETWEEN_CHUNKS, DEFAULTS
 from deepseek_v4_sm120.sglang_patches.table import TABLE
 from tests.patching.test_table import status
 
@@ -253,3 +254,16 @@ def test_a_default_is_not_on_where_its_patch_is_not_in_place(python_with_torch, 
         return
     assert (rows[absent]["state"], rows[absent]["reason"]) == ("NOT APPLICABLE", f"without {absent}")
     assert {row["patch"]: row["state"] for row in found["patches"]}[absent] == "OFF"
+
+
+def test_status_shows_the_number_in_force_where_nothing_of_the_hosts_is_set():
+    def shown(chosen):
+        made = Steering(DEFAULTS, read_settings({"DSV4_SM120_SET": chosen}), lambda versions: True)
+        return {name: value for name, _, value, _ in _default_rows({"defaults": made.as_rows()})}
+
+    found = shown("prefill_graphs=2048,prompts_in_halves=1024")
+    assert found["prefill_graphs"] == "2048" and found["prompts_in_halves"] == "1024"
+    assert found["dealt_index"] == "" and found["prefill_decode_interval"].endswith(f" {DECODE_STEPS_BETWEEN_CHUNKS}")
+    assert shown("prefill_graphs=on")["prefill_graphs"] == str(CAPTURED_ROWS)
+    unasked = shown("")  # one is off, of the other a server finds out whether it gains
+    assert unasked["prefill_graphs"] == unasked["prompts_in_halves"] == ""

@@ -99,6 +99,27 @@ def test_out_is_tried_before_the_run(serve, tmp_path, capsys):
     assert server.engine.completions == 0
 
 
+@pytest.mark.parametrize("gate", ["logit-oracle", "speculation-equality"])
+@pytest.mark.parametrize("before", [None, "an earlier one"])
+def test_what_ends_midway_saves_nothing(gate, before, serve, run, tmp_path, monkeypatch):  # noqa: F811
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    if before:
+        (folder / "reference.json").write_text(before)
+
+    def broken(*_):
+        raise OSError("Connection reset by peer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gates.GATES[gate].saved, "record", broken)
+        assert run(gate, serve(), "--save", folder / "reference.json")[0] not in (gates.PASSED, gates.NO_VERDICT)
+    assert [path.read_text() for path in folder.iterdir()] == ([before] if before else [])
+    with monkeypatch.context() as patched:  # a disk that is full when all is there
+        patched.setattr(gates.GATES[gate].saved.json, "dumps", broken)
+        assert run(gate, serve(), "--save", folder / "reference.json")[0] not in (gates.PASSED, gates.NO_VERDICT)
+    assert [path.read_text() for path in folder.iterdir()] == ([before] if before else [])
+
+
 @pytest.mark.parametrize(("fault", "code"), [((), gates.INCOMPLETE), (("bad_math",), gates.FAILED)])
 def test_a_pass_that_cannot_be_written_is_none(fault, code, serve, run, monkeypatch, capsys):  # noqa: F811
     def full(*_):

@@ -26,6 +26,7 @@ from deepseek_v4_sm120.commands.speculation import (
     hazards,
     of_variables,
 )
+from deepseek_v4_sm120.settings import read_settings
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
@@ -103,6 +104,11 @@ class Answers:
         if self.model_type is not None:
             return self.model_type in models_served.MODEL_TYPES
         return "deepseek-v4" in str(self.get("model_path")).lower() or self.get("attention_backend") == "dsv4"
+
+    @property
+    def is_shadowed(self) -> bool:
+        """Whether SGLang's own runs beside ours, as far as its environment is known."""
+        return read_settings(self.variables or {}).shadow is not None
 
     def unread(self) -> list[str]:
         """In words: fields that the checks need and that are not told, and those that are told as something else."""
@@ -269,14 +275,15 @@ def _prefill(a: Answers) -> Iterator[Finding]:
     context = a.get("context_length")
     if context is not None and chunk > 0:
         scratch = memory.index_logits_bytes(chunk, context)
-        if scratch > 2 << 30 and "index_select" not in (a.applied or ()):
+        if scratch > 2 << 30 and (a.is_shadowed or "index_select" not in (a.applied or ())):
             size = f"up to {scratch / 2**30:.1f} GiB for one chunk at {context} tokens"
             if a.applied is None:
                 found = f"chunk {chunk} x context {context}: {size}, unless index_select is in place"
                 yield not_run("prefill scratch", found, "start server and doctor with DSV4_SM120_REPORT=<one folder>")
                 return
             fix = f"--chunked-prefill-size {memory.chunk_for(context, 2 << 30)}, or a smaller --context-length"
-            cost = f"the stock indexer's logits take {size}; index_select is not in place there"
+            why = "shadow mode runs it beside ours" if a.is_shadowed else "index_select is not in place there"
+            cost = f"the stock indexer's logits take {size}; {why}"
             yield warn("prefill scratch", f"chunk {chunk} x context {context}", cost, fix)
 
 
@@ -448,12 +455,17 @@ def _short_prompts(a: Answers) -> Iterator[Finding]:
         return
     tokens = (read - a.metrics.get("cached_tokens_total", 0)) / asked
     rows = prefill_graphs.worth_capturing(a.get("tp_size") or 1)
-    if 0 < tokens <= rows and "index_select" in (a.applied or ()):
-        cost = "they wait for their launches: 1,024 tokens took 147 ms to the first one, in graphs 99 (H200)"
-        chunk = a.get("chunked_prefill_size") or 0
-        choice = "on" if tokens <= CAPTURED_ROWS else min(rows, chunk) if chunk > 0 else rows  # no pass has more rows
-        fix = f"DSV4_SM120_SET={PREFILL_GRAPHS}={choice}, and the memory that `plan` counts for it"
-        yield warn("short prompts", f"{tokens:,.0f} new tokens a prompt, prefill not in graphs", cost, fix)
+    if not 0 < tokens <= rows or "index_select" not in (a.applied or ()):
+        return
+    if a.is_shadowed:
+        found = f"{tokens:,.0f} new tokens a prompt, in shadow mode, whose times are not ours alone"
+        yield not_run("short prompts", found, "start it without DSV4_SM120_SHADOW, and ask again")
+        return
+    cost = "they wait for their launches: 1,024 tokens took 147 ms to the first one, in graphs 99 (H200)"
+    chunk = a.get("chunked_prefill_size") or 0
+    choice = "on" if tokens <= CAPTURED_ROWS else min(rows, chunk) if chunk > 0 else rows  # no pass has more rows
+    fix = f"DSV4_SM120_SET={PREFILL_GRAPHS}={choice}, and the memory that `plan` counts for it"
+    yield warn("short prompts", f"{tokens:,.0f} new tokens a prompt, prefill not in graphs", cost, fix)
 
 
 def _metrics(a: Answers) -> Iterator[Finding]:
