@@ -17,6 +17,8 @@ ISSUE = 23
 COLDS_PEER = {1: FIRST, 2: STOCK}
 MORE_S = 5.0  # the bar: seconds from the process's start to the first token beyond stock's
 PAUSE_S = 0.5  # the bar: what a shape's first time may take beyond its next ones, above what stock's does
+BEYOND_WARM = "seconds to the first token beyond warm stock's, mean"
+BEYOND_BESIDE = "seconds to the first token beyond stock's beside it, mean"
 TOLD_S = 0.3  # pauses from which on a shape is named
 
 
@@ -49,10 +51,12 @@ def stage_rows(row, stage: dict) -> list:
                 add(kind, f"of these, {what}, s", seconds)
         for start in of:
             compile_rows(add, kind, start)
+    if stage.get("only_starts"):
+        add(OURS, BEYOND_WARM, _mean_first_token(well[OURS], well[STOCK]), MORE_S)
+        return found
     for kind, peer in ((OURS, STOCK), (COLD, COLDS_PEER[stage["cards"]])):
-        words = "stock's beside it" if peer == FIRST else "warm stock's"
-        more = _mean_first_token(well[kind], well[peer])
-        add(kind, f"seconds to the first token beyond {words}, mean", more, MORE_S)
+        metric = BEYOND_BESIDE if peer == FIRST else BEYOND_WARM
+        add(kind, metric, _mean_first_token(well[kind], well[peer]), MORE_S)
         most = {k: _longest_pause(well[k]) for k in (kind, peer)}
         add(kind, "longest pause of a shape's first time, s", most[kind])
         beyond = None if None in most.values() else max(0.0, most[kind] - most[peer])
@@ -60,7 +64,7 @@ def stage_rows(row, stage: dict) -> list:
     for peer in dict.fromkeys((STOCK, COLDS_PEER[stage["cards"]])):
         add(peer, "longest pause of a shape's first time, s", _longest_pause(well[peer]))
     if COLDS_PEER[stage["cards"]] != STOCK:
-        add(COLD, "seconds to the first token beyond warm stock's, mean", _mean_first_token(well[COLD], well[STOCK]))
+        add(COLD, BEYOND_WARM, _mean_first_token(well[COLD], well[STOCK]))
     add(OURS, "files that compilers wrote while servers were asked", stage["files"])
     return found
 

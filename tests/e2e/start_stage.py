@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """From a server's start to its first token, and what compiles behind it: stock and ours, cold and warm, 6 layers.
 
-usage: start_stage.py [--harness DIR] [--patch build] [--out $OUT] [--cards 1] [--one-card] [--limit-s 190]
+usage: start_stage.py [--harness DIR] [--patch build] [--out $OUT] [--cards 1] [--one-card | --only-starts] ..
 
 --cards 1   three waves of two servers, stock on one card and ours on the other. In the first ours has none of its own
             kernels in Triton's folder (a copy of it, without them), and stock's is only there to make both waves after
             it warm; in the third they change cards
 --one-card  the first two of these waves, both servers on one card
 --cards 2   TP2, one server after the other: stock, ours without its own kernels, ours, stock
+--only-starts  one server after the other: stock, and behind it, where all is warm, ours, stock, stock, ours; they are
+            asked for nothing but a first token. For what a start differs by from the next
 
 Of each: seconds from the process's start to the first token, and what its log says of the parts. Then it is asked for
 shapes of every kind three times: the first time beyond the others is a pause, and what Triton compiled meanwhile is
@@ -47,6 +49,7 @@ WAVES = {
     1: (((FIRST, "0"), (COLD, "1")), ((STOCK, "0"), (OURS, "1")), ((OURS, "0"), (STOCK, "1"))),
     2: (((FIRST, "0,1"),), ((COLD, "0,1"),), ((OURS, "0,1"),), ((STOCK, "0,1"),)),
 }
+ALTERNATING = (FIRST, OURS, STOCK, STOCK, OURS)  # of --only-starts
 ON_ONE_CARD = tuple(tuple((kind, "0") for kind, _ in wave) for wave in WAVES[1][:2])  # of --one-card
 MODEL = {"json_model_override_args": json.dumps(FEW_EXPERTS), "swa_full_tokens_ratio": 0.5}
 OPTIONS = ["--variant", "flash6h", "--radix", "--mem", "0.9", "--context", "24000", "--max-total-tokens", "200000"]
@@ -153,7 +156,8 @@ class Start:
             self.ask([5], 1, 0)
             self.found["first_token_s"] = time.monotonic() - begin
             say(f"{self.name}: first token after {self.found['first_token_s']:.1f} s")
-            self.found["served"] = {shape: self.times(*asked) for shape, asked in SHAPES.items()}
+            shapes = {} if self.stage.arguments.only_starts else SHAPES
+            self.found["served"] = {shape: self.times(*asked) for shape, asked in shapes.items()}
             time.sleep(self.stage.arguments.rest_s)  # the plugin writes once a second
             self.found["compiles"] = served.compiles(self.watch, begin, time.monotonic())
             self.found["parts"] = parts(self.process.log.read_text(errors="replace"))
@@ -182,6 +186,12 @@ class Start:
         return answers
 
 
+def waves(arguments: argparse.Namespace) -> tuple:
+    if arguments.only_starts:
+        return tuple(((kind, "0,1" if arguments.cards == 2 else "0"),) for kind in ALTERNATING)
+    return ON_ONE_CARD if arguments.one_card else WAVES[arguments.cards]
+
+
 class Stage:
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
@@ -199,7 +209,7 @@ class Stage:
         left = copy_without(folder_of("TRITON_CACHE_DIR"), self.own, our_kernels(self.arguments.patch))
         say(f"ours has a copy of Triton's folder without {left} kernels of its own")
         number = 0
-        for wave in ON_ONE_CARD if self.arguments.one_card else WAVES[self.arguments.cards]:
+        for wave in waves(self.arguments):
             starts = [Start(kind, cards, number + i, self) for i, (kind, cards) in enumerate(wave)]
             number += len(wave)
             before = files(self.own)
@@ -215,16 +225,21 @@ class Stage:
 
     @property
     def command(self) -> str:
-        return f"--cards {self.arguments.cards}" + (" --one-card" if self.arguments.one_card else "")
+        said = {" --one-card": self.arguments.one_card, " --only-starts": self.arguments.only_starts}
+        return f"--cards {self.arguments.cards}" + "".join(word for word, is_set in said.items() if is_set)
 
     def found(self) -> dict:
-        return {"cards": self.arguments.cards, "starts": self.starts, "files": self.files}
+        arguments = self.arguments
+        found = {"cards": arguments.cards, "starts": self.starts, "files": self.files}
+        return found | {"only_starts": arguments.only_starts}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = served.parser(STAGE, __doc__.splitlines()[0], port=15000)
     parser.add_argument("--cards", type=int, choices=tuple(WAVES), default=1, help="of a server; the stage needs two")
-    parser.add_argument("--one-card", action="store_true", help="all servers share the first card")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--one-card", action="store_true", help="all servers share the first card")
+    only.add_argument("--only-starts", action="store_true", help="two starts of each where all is warm, in turn")
     parser.add_argument("--rest-s", type=float, default=1.5)
     arguments = parser.parse_args(argv)
     if arguments.one_card and arguments.cards > 1:

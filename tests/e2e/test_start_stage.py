@@ -75,9 +75,7 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 KERNELS = "@triton.jit\ndef _gate_up_kernel(x):\n    pass\n\n\n@triton.jit\ndef _down_kernel(x):\n    pass\n"
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("start")
+def run_stage(folder, *options):
     files = {"tools/run_engine.py": HARNESS, "build/sitecustomize.py": ""}
     files |= made_sglang.site(LAUNCH_SERVER)
     files["build/deepseek_v4_sm120/ops/triton/mxfp4_moe.py"] = KERNELS
@@ -87,12 +85,17 @@ def started(tmp_path_factory):
         (folder / name).write_text(text)
     line = [sys.executable, str(HERE / "start_stage.py"), "--harness", str(folder / "tools"), "--rest-s", "0"]
     line += ["--patch", str(folder / "build"), "--models", str(folder / "m"), "--work", str(folder / "work")]
-    line += ["--out", str(folder / "out"), "--port", str(free_ports(1)[0] // 4)]
+    line += ["--out", str(folder / "out"), "--port", str(free_ports(1)[0] // 4), *options]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "E2E_"))}
     kept |= {name: str(folder / "none") for name in start_stage.FOLDERS}
     kept |= {"PYTHONPATH": str(folder / "site"), "TRITON_CACHE_DIR": str(folder / "triton")}
     done = subprocess.run(line, env=kept, capture_output=True, text=True, timeout=300)
     return done, json.loads((folder / "out/stage_start.json").read_text()), folder
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    return run_stage(tmp_path_factory.mktemp("start"))
 
 
 def rows_of(found):
@@ -178,8 +181,7 @@ def unmet(found):
 
 
 OURS, COLD = (start_rows.IMPLEMENTATIONS[kind] for kind in ("ours", "ours_cold"))
-BEYOND = "seconds to the first token beyond warm stock's, mean"
-BESIDE = "seconds to the first token beyond stock's beside it, mean"
+BEYOND, BESIDE = start_rows.BEYOND_WARM, start_rows.BEYOND_BESIDE
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,36 @@ BESIDE = "seconds to the first token beyond stock's beside it, mean"
 )
 def test_bars(start, wrong):
     assert unmet(start) == wrong
+
+
+def test_starts_alone_ask_for_nothing_but_a_first_token(tmp_path):
+    done, found, _ = run_stage(tmp_path, "--only-starts")
+    starts = found["start"]["starts"]
+    kinds = [(start["kind"], start["cards"], start["problem"], start["served"]) for start in starts]
+    assert kinds == [(kind, "0", None, {}) for kind in start_stage.ALTERNATING], done.stdout + done.stderr
+    assert "--only-starts" in found["command"] and done.returncode == 0
+
+
+@pytest.mark.parametrize(("ours", "is_met"), [((33.0, 32.0), True), ((33.0, 34.0), False), ((), False)])
+def test_starts_alone_are_held_against_as_many_of_stocks(ours, is_met):
+    found = made()
+    kinds = [("stock_first", 60.0), *(("ours", seconds) for seconds in ours), ("stock", 27.0), ("stock", 29.0)]
+    (one, *_) = found["start"]["starts"]
+    found["start"]["starts"] = [one | {"kind": k, "first_token_s": s, "served": {}} for k, s in kinds]
+    found["start"]["only_starts"] = True
+    rows = rows_of(found)
+    assert [row["met"] for row in rows[OURS, BEYOND]] == [is_met]
+    assert not any("pause" in metric for _, metric in rows) and not any(impl == COLD for impl, _ in rows)
+
+
+def test_waves_of_starts_alone_are_one_server_each_over_the_asked_cards(capsys):
+    kinds = ("stock_first", "ours", "stock", "stock", "ours")
+    for cards, seen in (("1", "0"), ("2", "0,1")):
+        arguments = start_stage.parse(["--only-starts", "--cards", cards])
+        assert start_stage.waves(arguments) == tuple(((kind, seen),) for kind in kinds)
+    with pytest.raises(SystemExit):
+        start_stage.parse(["--only-starts", "--one-card"])
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_what_nobody_listened_to_is_not_met():
