@@ -404,7 +404,6 @@ OURS = {
         "asked",
         "communicator",
         "communicator.sums",
-        "file",
         "place",
         "places[0]",
         "verdict",
