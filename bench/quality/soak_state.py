@@ -16,7 +16,7 @@ from bench.serving.endpoint import Endpoint, ServerRefused
 from bench.serving.identity import NOT_FLAGS, patch_states
 from deepseek_v4_sm120.patching.json_file import load
 
-FORMAT = 2
+FORMAT = 3
 # of /server_info: the command holds ports and keys; its flags are there resolved
 NOT_OF_A_SERVER = NOT_FLAGS | {"launch_command"}
 
