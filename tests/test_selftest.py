@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import selftest
+from deepseek_v4_sm120.commands.selftest import build_and_layout
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.specs import mxfp4_moe
@@ -45,6 +47,13 @@ def test_other_numbers_are_a_failure():
             same(one, other, "both")
     with pytest.raises(Failure, match="both differ"):
         same(one, one[None], "both")  # of another shape
+
+
+def test_a_kernel_that_does_not_fit_is_a_failure(monkeypatch):
+    rows = [{"name": name, "local_bytes": 0, "registers": 64, "blocks_per_sm": n} for name, n in (("a", 2), ("b", 0))]
+    monkeypatch.setattr(extension, "load", lambda: SimpleNamespace(kernel_attributes=lambda: rows))
+    with pytest.raises(Failure, match="not one block fits a multiprocessor: b"):
+        build_and_layout._check_kernels()
 
 
 def test_nothing_fails_here(capsys):

@@ -1,7 +1,8 @@
 """Gate 5: word problems with a number as the answer: GSM8K from a local file, or a small set of our own for smoke.
 
-Few-shot, greedy, the number after "####" counts. `--lm-eval` hands the work to lm-evaluation-harness instead, where
-that is installed and has its data at hand. The shipped set only shows that a server can add; it is no benchmark.
+Few-shot, greedy, the number after "####" counts. A share may be wrong; an answer without any text is none that a model
+gives, and fails whatever the share. `--lm-eval` hands the work to lm-evaluation-harness instead, where that is
+installed and has its data at hand. The shipped set only shows that a server can add; it is no benchmark.
 """
 
 from __future__ import annotations
@@ -157,15 +158,20 @@ def run(options: argparse.Namespace) -> Verdict:
         return run_lm_eval(options, endpoint)
     problems = read_problems(options.data) if options.data else shipped_problems()
     examples = read_problems(options.examples)[: options.shots] if options.examples else problems[: options.shots]
-    asked = (problems if options.examples else problems[len(examples) :])[: options.limit]
+    shown = {example.question for example in examples}  # with their answers: they are not asked
+    asked = [problem for problem in problems if problem.question not in shown][: options.limit]
     if not asked:
         raise ValueError(
             f"arithmetic: nothing left to ask: {len(problems)} problems, {options.shots} of them shown as examples"
         )
 
+    empty = []
+
     def answer(problem: Problem) -> str:
         found = endpoint.generate(prompt_of(problem, examples), options.new)
         whole.demand_end(found, problem.question)
+        if not found.text.strip():
+            empty.append(f"{problem.question[:60]}...: an empty answer ({len(found.ids)} tokens)")
         return found.text.split(STOP)[0]
 
     with ThreadPoolExecutor(max_workers=options.concurrency) as pool:
@@ -175,6 +181,8 @@ def run(options: argparse.Namespace) -> Verdict:
     error = math.sqrt(score * (1 - score) / len(asked))
     findings = [f"{p.question[:60]}...: expected {p.answer:g}, got {text.strip()[-60:]!r}" for p, text in wrong]
     what = str(options.data) if options.data else "the shipped smoke set, no benchmark"
-    summary = f"{len(asked) - len(wrong)} of {len(asked)} right (bar {options.min_score:.0%}), {what}"
+    summary = (
+        f"{len(asked) - len(wrong)} of {len(asked)} right (bar {options.min_score:.0%}), {len(empty)} empty, {what}"
+    )
     figures = {"score": score, "standard_error": error}
-    return Verdict(NAME, score >= options.min_score, summary, findings, figures)
+    return Verdict(NAME, score >= options.min_score and not empty, summary, empty + findings, figures)

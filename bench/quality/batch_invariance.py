@@ -6,8 +6,10 @@ choose other splits for other batches. Parting at a tie is stated and, unless --
 
 The others are streamed: the prompt is sent when each has its first token, and none may have its last before the prompt
 has its own. A server that runs fewer at once leaves the gate incomplete. Half of them are sampled (`--sampled`): as
-SGLang comes, one such request has the greedy ones beside it sampled, too, so that of equal logits any may be chosen.
-A server that answers them as if they were greedy has sampled nothing beside the prompt, and leaves the gate incomplete.
+SGLang comes, one such request has the greedy ones beside it sampled, too, so that of equal logits any may be chosen. A
+server that answers them as if they were greedy has sampled nothing beside the prompt, and leaves the gate incomplete.
+Those that are not sampled, of the first prompt's company, are asked alone as well: a place in the batch may be wrong
+that the prompt never had.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from bench.quality import greedy, in_flight, whole
 from bench.quality.verdict import Verdict, at_least, endpoint_of
@@ -109,6 +112,13 @@ class Comparison:
             self.faults += not place.tie or self.options.strict
             self.findings.append(place.text(*names))
 
+    def see_others(self, prompts: list[list[int]], answers: list[Answer]) -> None:
+        """Whether the `answers` to `prompts`, which ran beside each other and the prompt, begin as they do alone."""
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            alone = self.ask_alone(prompt, f"other {number}, alone")
+            begun = replace(answer, ids=answer.ids[: self.options.new])
+            self.part(0, prompt, alone, begun, (f"other {number} alone", "in company"))
+
     def see_drawn(self, prompts: list[list[int]], answers: list[Answer]) -> None:
         """Whether a temperature was heeded: the `answers` to `prompts` beside the greedy ones."""
         greedy.forget(self.endpoint)
@@ -131,8 +141,10 @@ class Comparison:
         self.company = min(self.company, company)
         if self.faults > before:
             return
-        if index == 0 and options.sampled:
-            self.see_drawn(others[: options.sampled], theirs[: options.sampled])
+        if index == 0:  # the company itself, of one prompt: it takes as long as many prompts
+            self.see_others(others[options.sampled :], theirs[options.sampled :])
+            if options.sampled:
+                self.see_drawn(others[: options.sampled], theirs[: options.sampled])
         self.own = max(self.own, logprob_difference(alone, again))
         self.part(index, prompt, alone, again, ("alone", "alone again"))
         difference = logprob_difference(alone, crowded)

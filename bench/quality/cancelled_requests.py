@@ -9,8 +9,9 @@ waits, and that no more of the KV cache is in use than before. Prompts that were
 again: where the two answers were the same to the bit, so must the third be; where the server wavers by itself, ties are
 stated as everywhere.
 
-INCOMPLETE: no load is told; no request was seen running; no abort was confirmed by the end of its stream; or the server
-was idle so late that the requests may have run to their own end, cancelled or not.
+INCOMPLETE: no load is told; no request was seen running, or none held a token; an answer beside the storm is another
+one alone and log-probabilities are refused, so that nobody can say by how much; no abort was confirmed by the end of
+its stream; or the server was idle so late that the requests may have run to their own end, cancelled or not.
 
 Not seen: memory outside of the KV cache's own count, that of the host, and what only many hours of this would show.
 """
@@ -104,9 +105,10 @@ class Storm:
             return replace(gone, confirmed=True)
         finally:
             events.close()
-        if gone is None:  # ended before it could be cancelled
-            why = f"aborted before anybody cancelled it: {answer.finish_message or 'it does not say why'}"
-            return Outcome(kind, (f"a request of {len(body['input_ids'])} tokens: {why}",) * (answer.finish == "abort"))
+        if gone is None:  # ended before it could be cancelled, far from the tokens that were asked for
+            why = f"finish_reason {answer.finish!r} {answer.finish_message} after {len(answer.ids)} tokens"
+            asked = f"a request for {self.options.storm_new} tokens, ended before anybody cancelled it"
+            return Outcome(kind, (f"{asked}: {why}",))
         return replace(gone, confirmed=answer.finish == "abort" and len(answer.ids) < self.options.storm_new)
 
     def round(self, number: int) -> list[Outcome]:
@@ -239,6 +241,8 @@ class Aftermath:
             return
         if self.sky.most.running == 0:
             self.doubt = f"{self.endpoint.url}/v1/loads told of no running request in the storm: is it this server's?"
+        elif self.sky.most.used <= self.before.used:
+            self.doubt = f"{self.endpoint.url}/v1/loads told of running requests, and of no token in use for them"
         if not any(one.confirmed for one in self.outcomes):
             self.doubt = self.doubt or "no stream ended with finish_reason 'abort' after /abort_request"
 
@@ -319,5 +323,11 @@ def run(options: argparse.Namespace) -> Verdict:
         f"{len(faults)} faults in {len(prompts)} later answers, the requests beside them, the queue and the KV cache"
     )
     notes = [] if answers.top else ["log-probabilities are refused: later answers are compared by their tokens alone"]
-    incomplete = aftermath.doubt or lost or whole.says_nothing([answer.ids for answer in first])
+    unjudged = ""
+    if figures["moved_beside"] and not answers.top:
+        unjudged = (
+            f"{figures['moved_beside']} answers beside the storm are others than alone, and without log-probabilities "
+            "nobody can say whether a batch may move them so"
+        )
+    incomplete = aftermath.doubt or lost or unjudged or whole.says_nothing([answer.ids for answer in first])
     return Verdict(NAME, not faults, summary, faults, figures, notes, "" if faults else incomplete)

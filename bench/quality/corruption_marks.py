@@ -108,6 +108,11 @@ def foreign_script(text: str) -> str | None:
     return f"foreign script ({len(foreign)} of {num_letters} letters): {text[max(0, place - 20) : place + 20]!r}"
 
 
+def stray_letters(text: str) -> int:
+    """Letters of a foreign script, however few: a mark or not."""
+    return sum(char.isalpha() and script_of(char) is not None for char in text)
+
+
 def mojibake(text: str) -> str | None:
     found = MOJIBAKE.search(text)
     return f"mojibake: {text[max(0, found.start() - 20) : found.end() + 20]!r}" if found else None

@@ -2,7 +2,11 @@
 
 What is looked for in a text, and what is not caught, stands in corruption_marks.py. Beside it an answer must end as it
 says: so many tokens where it ended by length, more than a few words where it stopped by itself, as every request asks
-for a long answer. The prompts are English, and English is asked for.
+for a long answer. It must not be its own prompt again, and not another request's answer: each request has a case
+number, asks for it at the beginning, and fails where another request's is named; most answers must name their own, else
+nobody knows whose they are. Of all answers together, a foreign letter here and there (in one answer a quoted name) and
+ends within a sentence are looked at as well. Every other answer is streamed, and four requests share a document, so
+that the prefix cache is used. The prompts are English, and English is asked for.
 
 Every request is a line of the state (--state, see soak_state.py), so that a soak can be stopped and taken up again,
 and a find can be sent again by its number. A soak that is taken up sends at least one more wave: without an answer of
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -27,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.quality import server_load
-from bench.quality.corruption_marks import marks
+from bench.quality.corruption_marks import marks, stray_letters
 from bench.quality.soak_state import State, difference, digest, identity
 from bench.quality.verdict import Verdict, at_least, endpoint_of
 from bench.serving.answers import Answer
@@ -39,18 +44,31 @@ NAME = "corruption-soak"
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
 WORDS = (0, 50, 300, 1500, 6000)  # of the document before the request
 OUTPUTS = (64, 256, 1024)
+SHARED = 4  # requests, one behind the other, with the same document
+FEWEST_OUTPUT = 32  # tokens: room for the case's name
 WATCH_S = 0.1
 LEAST_WORDS = 20  # of an answer that stopped by itself
 MAX_SAME_SHARE = 0.25  # of the answers, each to another request, that may be the same text as another
+MAX_UNNAMED_SHARE = 0.25  # of the answers that do not begin as they were asked to
+CASE_DIGITS = 5  # from here on a number is a request's own; smaller ones count things
+ECHO_WORDS, ECHO_SHARE = 8, 0.8  # stretches of so many words; share of an answer's that stand in its prompt
+MAX_STRAY_SHARE = 0.02  # of the answers with letters of a foreign script, be they too few for a mark
+MAX_OPEN_SHARE = 0.5  # of the answers that stopped by themselves, within a sentence
+FEWEST = 3  # of either, to speak of a share
 
 
 def request(number: int, seed: int, longest_words: int) -> tuple[str, int]:
     """(prompt, output tokens) of request `number`: the same in every run with this seed."""
-    source = random.Random(f"soak {seed} {number}")
-    words = min(source.choice(WORDS), longest_words)
-    document = prose(words, seed * 1_000_003 + number) + "\n\n" if words else ""
-    asked = task(seed * 1_000_003 + number)
-    return f"{BEGIN}{USER}{document}{asked} Answer in English.{ASSISTANT}", source.choice(OUTPUTS)
+    first = number - number % SHARED
+    words = min(random.Random(f"soak {seed} {first}").choice(WORDS), longest_words)
+    document = prose(words, seed * 1_000_003 + first) + "\n\n" if words else ""
+    asked = f'{task(seed * 1_000_003 + number)} Begin with the words "Case {case(number, seed)}:". Answer in English.'
+    return f"{BEGIN}{USER}{document}{asked}{ASSISTANT}", random.Random(f"output {seed} {number}").choice(OUTPUTS)
+
+
+def case(number: int, seed: int) -> str:
+    """The number that request `number` is known by in its own text."""
+    return re.match(r"Case (\d+)\.", task(seed * 1_000_003 + number)).group(1)
 
 
 def wave_sizes(seed: int, first: int) -> Iterator[int]:
@@ -60,11 +78,30 @@ def wave_sizes(seed: int, first: int) -> Iterator[int]:
         yield source.choice(CONCURRENCIES)
 
 
-def failure(answer: Answer) -> str:
+def failure(answer: Answer, prompt: str) -> str:
     """Why an answer is none, "" if it is one."""
     if answer.finish not in ("stop", "length"):
         return f"finish_reason {answer.finish!r} after {len(answer.ids)} tokens"
+    if answer.prompt_tokens < len(prompt.split()):  # a word has a token at least
+        return f"the server counts {answer.prompt_tokens} prompt tokens of {len(prompt.split())} words"
     return ""
+
+
+def whose_marks(text: str, prompt: str, own: str, cases: dict[str, int]) -> list[str]:
+    """Whether an answer is another request's (`cases`: case number -> request), or its own prompt again."""
+    others = [one for one in re.findall(r"\bCase (\d+)\b", text) if one != own and len(one) >= CASE_DIGITS]
+    found = [f"case {one} is request {cases[one]}'s, not this one's" for one in others if one in cases][:1]
+    words, asked = text.split(), f" {' '.join(prompt.split())} "
+    stretches = [" ".join(words[place : place + ECHO_WORDS]) for place in range(len(words) - ECHO_WORDS + 1)]
+    if len(words) >= LEAST_WORDS and sum(one in asked for one in stretches) >= ECHO_SHARE * len(stretches):
+        found.append(f"its own prompt again: {text[:60]!r}")
+    return found
+
+
+def is_open(answer: Answer) -> bool:
+    """Whether it stopped by itself, within a sentence."""
+    end = answer.text.rstrip()[-1:]
+    return answer.finish == "stop" and (end.isalnum() or end == ",")
 
 
 def end_marks(answer: Answer, asked: int) -> list[str]:
@@ -111,6 +148,7 @@ def soak(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
 
 def waves(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
     total_s, sizes = options.hours * 3600, wave_sizes(options.seed, state.next_number())
+    cases = {case(number, options.seed): number for number in range(state.next_number())}
 
     def one(number: int, size: int) -> str:
         """Send a request and note what came; why it failed, if it did."""
@@ -118,21 +156,26 @@ def waves(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
         output = min(output, options.longest_output)
         entry = {"number": number, "in_flight": size}
         try:
-            answer = endpoint.generate(prompt, output)
-            failed, text = failure(answer), answer.text
+            is_streamed = number % 2 == 1
+            answer = endpoint.stream(prompt, output)[0] if is_streamed else endpoint.generate(prompt, output)
+            failed, text = failure(answer, prompt), answer.text
         except ServerError as error:
             failed, text = str(error), ""
         if failed:
             state.add(entry | {"failed": failed, "prompt": prompt, "max_new_tokens": output, "text": text})
             return f"request {number}: {failed}"
-        found = marks(answer.text) + end_marks(answer, output)
-        entry |= {"prompt_tokens": answer.prompt_tokens, "output_tokens": len(answer.ids), "finish": answer.finish}
+        own = case(number, options.seed)
+        found = marks(text) + end_marks(answer, output) + whose_marks(text, prompt, own, cases)
+        entry |= {"prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens}
+        entry |= {"output_tokens": len(answer.ids), "finish": answer.finish, "is_named": f"Case {own}" in text}
+        entry |= {"is_open": is_open(answer), "stray_letters": stray_letters(text)}
         state.add(entry | {"marks": found, "digest": digest(answer.text)} | ({"text": answer.text} if found else {}))
         return ""
 
     while True:
         begin, size = time.monotonic(), next(sizes)
         numbers = state.numbers(2 * size)
+        cases |= {case(number, options.seed): number for number in numbers}
         with server_load.Watch(endpoint, WATCH_S) as watch, ThreadPoolExecutor(max_workers=size) as pool:
             failed = list(filter(None, pool.map(one, numbers, [size] * len(numbers))))
         if failed:
@@ -143,6 +186,20 @@ def waves(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
         progress(state, total_s)
         if state.seconds >= total_s:
             return ""
+
+
+def faults_of_all(answers: list[dict]) -> list[str]:
+    """What no answer shows by itself, and all of them do."""
+    strays, stopped = (
+        sum(entry["stray_letters"] > 0 for entry in answers),
+        [e for e in answers if e["finish"] == "stop"],
+    )
+    opens, found = sum(entry["is_open"] for entry in stopped), []
+    if strays >= FEWEST and strays > MAX_STRAY_SHARE * len(answers):
+        found.append(f"letters of a foreign script in {strays} of {len(answers)} answers, a few in each")
+    if opens >= FEWEST and opens > MAX_OPEN_SHARE * len(stopped):
+        found.append(f"{opens} of {len(stopped)} answers that stopped by themselves do so within a sentence")
+    return found
 
 
 def unfinished(state: State, ended: str, changed: str) -> str:
@@ -162,6 +219,12 @@ def unfinished(state: State, ended: str, changed: str) -> str:
     texts = Counter(entry.get("digest") for entry in state.answers)
     if (same := len(state.answers) - len(texts)) > MAX_SAME_SHARE * len(state.answers):
         return f"{same} of {len(state.answers)} answers, each to another request, are the same text as another's"
+    unnamed = sum(not entry["is_named"] for entry in state.answers)
+    if unnamed > MAX_UNNAMED_SHARE * len(state.answers):
+        return (
+            f"{unnamed} of {len(state.answers)} answers do not name the case that they were asked to begin with: "
+            "nothing shows that they answer their own requests"
+        )
     return ""
 
 
@@ -169,7 +232,7 @@ def run(options: argparse.Namespace) -> Verdict:
     if not 0 < options.hours < 1e6:
         raise ValueError(f"corruption-soak: --hours must be above 0, got {options.hours:g}")
     at_least(NAME, 0, longest_words=options.longest_words, max_marked=options.max_marked)
-    at_least(NAME, 1, longest_output=options.longest_output)
+    at_least(NAME, FEWEST_OUTPUT, longest_output=options.longest_output)
     endpoint = endpoint_of(options)
     server = identity(endpoint, options.report)
     asked = {name: getattr(options, name) for name in ("seed", "longest_words", "longest_output")}
@@ -188,9 +251,12 @@ def run(options: argparse.Namespace) -> Verdict:
     findings += [f"request {e['number']} ({e['in_flight']} in flight) failed: {e['failed']}" for e in state.failures]
     figures = {"answers": len(state.answers), "answers_of_this_run": len(state.fresh), "failed": len(state.failures)}
     figures |= {"marked": len(marked), "hours": state.seconds / 3600}
+    figures["from_the_cache"] = sum(entry["cached_tokens"] > 0 for entry in state.answers)
     figures["output_tokens"] = sum(entry["output_tokens"] for entry in state.answers)
     summary = f"{len(marked)} of {len(state.answers)} answers bear a mark of corruption (allowed {options.max_marked})"
-    passed = len(marked) <= options.max_marked
+    of_all = faults_of_all(state.answers)
+    findings += of_all
+    passed = len(marked) <= options.max_marked and not of_all
     incomplete = unfinished(state, ended, changed)
     notes = [incomplete] if incomplete and not passed else []
     notes += [state.word] if state.word else []

@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise ValueError or OSError for what would be found wrong only after the run."""
+    """Raise ValueError or OSError for what would be found wrong only after the run; put an earlier verdict aside."""
     for name in ("timeout", "total_timeout"):
         if not 0 < getattr(options, name) < math.inf:
             shown = f"{name.replace('_', '-')} must be a number of seconds above 0, got {getattr(options, name):g}"
@@ -109,8 +109,11 @@ def check(options: argparse.Namespace) -> None:
             options.out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=options.out):
                 pass
-            if (options.out / f"{options.gate}.json").is_dir():
-                raise IsADirectoryError(f"{options.gate}.json is a folder")
+            path = options.out / f"{options.gate}.json"
+            if path.is_dir():
+                raise IsADirectoryError(f"{path.name} is a folder")
+            if path.exists():  # what an earlier run says must not stand for this one, however it ends
+                path.replace(f"{path}.old")
         except OSError as error:
             raise ValueError(f"{options.gate}: --out {options.out} cannot be written: {error}") from error
 

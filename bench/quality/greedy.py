@@ -65,9 +65,11 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def judge(endpoint: Endpoint, context: Sequence[int], first: int, second: int, tie: float) -> tuple:
-    """(log-probability of each of two tokens after `context` by `endpoint`, whether they tie). One token is decoded.
-    NotWhole: the server does not give its `TOP` best.
+    """(log-probability of each of two tokens after `context` by `endpoint`, whether they tie). One token is decoded,
+    with an emptied cache: a prefix that is wrong must not judge itself. NotWhole: the server does not give its `TOP`
+    best.
     """
+    forget(endpoint)
     answer = endpoint.generate(context, 1, top=TOP, ignore_eos=True)
     whole.demand(answer, 1, f"{endpoint.url}, asked which token is likelier", logprobs=True, top=TOP)
     return weigh(answer.tops[0], first, second, tie)

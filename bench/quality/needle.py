@@ -26,7 +26,8 @@ def question(length: int, depth: float, seed: int, shift=0) -> tuple[str, str]:
     shift: so many tokens stand in front, so the fact lies elsewhere in its groups of four.
     """
     source = random.Random(f"needle {length} {depth} {seed}")
-    name, number = source.choice(NAMES), str(source.randrange(10_000, 100_000))
+    name, numbers = source.choice(NAMES), source.sample(range(10_000, 100_000), len(IN_FRONT))
+    number = str(numbers[shift])  # what the place before was answered is not right here
     sentences = re.findall(r"[^.]+\.", prose(int(length * WORDS_A_TOKEN), seed * 31 + int(depth * 100)))
     sentences.insert(round(depth * len(sentences)), f" The secret number of {name} is {number}.")
     asked = f"\n\nWhat is the secret number of {name}? Answer with the number alone."

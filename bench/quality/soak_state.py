@@ -16,7 +16,7 @@ from bench.serving.endpoint import Endpoint, ServerRefused
 from bench.serving.identity import NOT_FLAGS, patch_states
 from deepseek_v4_sm120.patching.json_file import load
 
-FORMAT = 2
+FORMAT = 3
 
 
 def digest(value: object) -> str:

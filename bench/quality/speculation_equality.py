@@ -3,7 +3,7 @@
 Speculation only guesses ahead; the verifier decides. A token that the model without speculation would not choose is a
 fault of the verifier, of its cache, or of the batch it ran in. Answers are streamed, so that it is seen how many really
 ran at once: a server that runs fewer than the concurrency says leaves the gate incomplete. So does one that announces
-speculation and counts no step of it, in no answer and not in /server_info.
+speculation and counts no step of it, in no answer and not in /server_info, or in no answer of one concurrency only.
 
 The server without speculation is another one, or, where the cards hold one at a time, a file that --save has written of
 it: its answers, its best at every position, by which ties are judged, and what the batch alone changed.
@@ -123,10 +123,19 @@ def without(options: argparse.Namespace) -> Plain:
     return Plain(endpoint, prompts, expected, {})
 
 
-def never_drafted(endpoint: Endpoint, drafted: bool) -> str:
-    """Why nothing shows that the server has speculated, "" if something does."""
-    if drafted:
+def never_drafted(endpoint: Endpoint, drafted: dict[int, bool]) -> str:
+    """Why nothing shows that the server has speculated, "" if something does. `drafted`: concurrency -> whether an
+    answer counts a step of it. Where some do, the others are taken at their word: what /server_info says is of all
+    times.
+    """
+    if all(drafted.values()):
         return ""
+    if any(drafted.values()):
+        without = ", ".join(str(concurrency) for concurrency, is_counted in drafted.items() if not is_counted)
+        return (
+            f"{endpoint.url} has speculated, but at concurrency {without} no answer counts a step of it: is it "
+            "switched off there?"
+        )
     if is_acceptance(first_state(endpoint.server_info()).get("avg_spec_accept_length")):
         return ""
     return (
@@ -155,7 +164,7 @@ def run(options: argparse.Namespace) -> Verdict:
     plain = without(options)
     prompts, expected, new = plain.prompts, plain.expected, plain.new
     findings, figures, faults, serialised, notes, moved = [], {}, 0, "", [], []
-    drafted = False
+    drafted = {}
     for concurrency in options.concurrency:
         if concurrency > 1 and plain.endpoint is not None:
             plain.crowds[str(concurrency)] = crowded(plain, plain.endpoint, concurrency)
@@ -169,7 +178,7 @@ def run(options: argparse.Namespace) -> Verdict:
             notes.append(f"what the batch alone changes at {concurrency} is not in the file")
         greedy.forget(speculating)
         answers, measured = in_flight.streamed(speculating, prompts, concurrency, new)
-        drafted = drafted or any(answer.speculated for answer in answers)
+        drafted[concurrency] = any(answer.speculated for answer in answers)
         figures[f"ran_at_once_at_{concurrency}"] = measured
         if measured < concurrency and not serialised:
             serialised = in_flight.serialised(speculating, measured, concurrency, f"--concurrency {max(1, measured)}")

@@ -1,10 +1,10 @@
 """Gate 7: tool calls and reasoning through the parsers (--tool-call-parser deepseekv4 --reasoning-parser deepseek-v4).
 
 Each case is asked streamed and not. Markup of any kind, control tokens, reasoning and foreign script must not stand in
-`content`; a sum must be right; arguments must be JSON with the fields asked for; each call has an id of its own;
-`finish_reason` is tool_calls where there are calls and stop where there are none; both ways must give the same calls,
-content and reasoning. A server that gives another answer when it is asked the same again, not streamed, is no fault of
-the stream: then the two ways cannot be compared, and the gate is incomplete.
+`content`; a sum must be right; arguments must be JSON with the fields asked for and no others; each call has an id of
+its own; `finish_reason` is tool_calls where there are calls and stop where there are none; both ways must give the same
+calls, content and reasoning. A server that gives another answer when it is asked the same again, not streamed, is no
+fault of the stream: then the two ways cannot be compared, and the gate is incomplete.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LEAK = re.compile(
     rf"[｜|]\s*/?DSML|DSML\s*[｜|]|<\s*/?\s*[｜|]|[｜|]>|</?\s*(?:\w+:)?(?:{TAGS})\b|\[/?TOOL_CALLS?\]", re.IGNORECASE
 )
 ALPHABETS = {"LATIN", "DIGIT", "GREEK"}  # the first words of the names of letters of English text and formulas
+NOTE = re.compile(r'(?:a )?"quoted" <tag> & more\.?')
 FOUR = re.compile(r"\b(?:4|four)\b", re.IGNORECASE)
 WEATHER = {
     "type": "function",
@@ -100,14 +101,18 @@ def call_faults(case: Case, message: dict) -> Iterator[str]:
     calls, cities, wrong = calls_of(message), [], False
     for name, arguments in calls:
         values, said = parsed(arguments), []
+        own = WEATHER["function"]["parameters"]["properties"]
+        others = sorted(values.keys() - own.keys()) if isinstance(values, dict) else []
         missing = [key for key in case.fields if not isinstance(values, dict) or key not in values]
         if not isinstance(values, dict):
             said.append(f"the arguments are no JSON object: {arguments[:60]!r}")
         elif missing:
             said.append(f"the arguments lack {', '.join(missing)}: {arguments[:60]!r}")
+        elif others:
+            said.append(f"arguments that the tool does not have, {', '.join(others)}: {arguments[:60]!r}")
         else:
             cities.append(str(values["city"]).split(",")[0])
-            if "note" in case.fields and '"quoted" <tag> & more' not in str(values["note"]):
+            if "note" in case.fields and not NOTE.fullmatch(str(values["note"]).strip()):
                 said.append(f"the note has changed: {values['note']!r}")
         if name != WEATHER["function"]["name"]:
             said.append(f"a call of {name!r}, which was not offered")

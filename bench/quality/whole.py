@@ -15,6 +15,7 @@ from bench.serving.server_errors import ServerError
 
 MAX_CYCLE = 4  # tokens: a shorter or equal stretch that repeats itself to the end is a stuck answer
 MAX_EMPTY_SHARE = 0.25  # of the prompts, whose answers may say nothing
+FLAT = 8  # best tokens that are all as likely to the bit: logits that nobody has written
 ROUNDING = 1e-3  # a log-probability may be above 0 by that
 
 
@@ -38,6 +39,8 @@ def length_faults(answer: Answer, new: int, where: str) -> list[str]:
         found.append(f"{where}: {len(answer.ids)} tokens where {new} were asked for (finish_reason {answer.finish!r})")
     elif answer.finish != "length":
         found.append(f"{where}: finish_reason {answer.finish!r} where 'length' must end {new} tokens with ignore_eos")
+    elif answer.completion_tokens not in (None, new):
+        found.append(f"{where}: {new} tokens, of which the server counts {answer.completion_tokens}")
     return found
 
 
@@ -59,7 +62,9 @@ def logprob_faults(answer: Answer, where: str) -> list[str]:
 
 
 def top_faults(answer: Answer, top: int, where: str) -> list[str]:
-    """Of the `top` best of each position, which were asked for: as many, best first, of different tokens."""
+    """Of the `top` best of each position, which were asked for: as many, best first, of different tokens, not all as
+    likely, and the chosen one among them as likely as it is said to be.
+    """
     if len(answer.tops) < len(answer.ids):
         raise NotWhole(f"{where}: the {top} best tokens of {len(answer.tops)} of {len(answer.ids)} positions")
     found = []
@@ -73,7 +78,20 @@ def top_faults(answer: Answer, top: int, where: str) -> list[str]:
             found.append(f"{here}: the {top} best tokens repeat a token, or are more than asked for")
         elif any(first < second for first, second in zip(numbers, numbers[1:], strict=False)):
             found.append(f"{here}: the {top} best tokens do not stand best first")
+        elif len(step) >= FLAT and numbers[0] == numbers[-1]:
+            found.append(f"{here}: the {top} best tokens are all as likely, {numbers[0]:.4f}")
+        elif place < len(answer.logprobs) and (said := _other_number(answer, place)):
+            found.append(f"{here}: {said}")
     return found[:1]
+
+
+def _other_number(answer: Answer, place: int) -> str:
+    """Where the chosen token stands among the best with another log-probability than its own, "" where it does not."""
+    chosen, own = answer.ids[place], answer.logprobs[place]
+    listed = next((logprob for logprob, token in answer.tops[place] if token == chosen), own)
+    if abs(listed - own) <= ROUNDING:
+        return ""
+    return f"token {chosen} has log-probability {own:.4f}, and {listed:.4f} among the best"
 
 
 def faults(answer: Answer, new: int, where: str, logprobs: bool = False, top: int = 0) -> list[str]:

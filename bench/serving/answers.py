@@ -214,6 +214,9 @@ class JoinedMessage:
             choice = mapping(value, f"{self.what}: choices")
             delta = {} if choice.get("delta") is None else choice["delta"]
             piece = message_of(delta, f"{self.what}: delta")
+            if self.finish and any(piece.values()):
+                said = f"a stream that goes on after finish_reason {self.finish!r}"
+                raise ServerNonsense(f"{self.what}: {said}: {shown(piece)}")
             self.content.append(piece["content"])
             self.reasoning.append(piece["reasoning_content"])
             self.finish = text_of(choice.get("finish_reason"), f"{self.what}: finish_reason") or self.finish

@@ -149,6 +149,7 @@ def test_memory_at_rest_and_beside_a_server(tmp_path, used, is_serving, state, w
         ("575.50", "12.9", FAIL),
         ("575.51.03", "12.9", OK),
         ("580.0", None, NOT_RUN),
+        ("999.0", "14.0", NOT_RUN),  # a CUDA that nobody has told us of
     ],
 )
 def test_the_oldest_driver_that_loads_a_build(tmp_path, driver, cuda, state):
@@ -169,6 +170,7 @@ def test_a_link_that_does_not_wake_up(tmp_path):
     ("pair", "state", "words"),
     [
         ({"reported": True, "moved": False, "gbs": 0.1}, FAIL, "data does not arrive"),
+        ({"reported": False, "moved": False, "gbs": 9.0}, FAIL, "through host memory does not arrive"),
         ({"reported": False, "moved": True, "gbs": 9.0}, WARN, "not possible"),
         ({"reported": True, "moved": True, "gbs": 9.0}, WARN, "9.0 GB/s"),
         ({"reported": True, "moved": True, "gbs": 20.0}, OK, "20.0 GB/s"),
@@ -180,7 +182,7 @@ def test_peers_that_lie_are_slow_or_absent(tmp_path, pair, state, words):
     found.probe = {"links": {}, "peers": [{"from": 0, "to": 1, **pair}]}
     peers = finding(gpu_checks.checks(found), "peer copies")
     assert peers.state == state and words in peers.found
-    assert ("DSV4_SM120_SET=all_reduce=host" in peers.fix) == (state == FAIL)
+    assert ("DSV4_SM120_SET=all_reduce=host" in peers.fix) == (state == FAIL and pair["reported"])
 
 
 def test_copies_that_never_end_are_suspected_not_hidden(tmp_path):
@@ -207,6 +209,14 @@ def test_what_a_running_server_found_is_told_first(tmp_path):
     found.probe = {"sums": verdict("peer")}
     found.status["processes"] = [{"patches": []}, {"patches": [], "found": {"all_reduce": verdict(None, "served")}}]
     assert finding(gpu_checks.checks(found), "sums between the cards").found == "served"
+
+
+def test_of_several_processes_the_slowest_sums_are_told(tmp_path):
+    found = gathered(tmp_path, rtx())
+    ways = ("peer", None, "host")
+    found.status["processes"] = [{"patches": [], "found": {"all_reduce": verdict(way, str(way))}} for way in ways]
+    told = finding(gpu_checks.checks(found), "sums between the cards")
+    assert (told.state, told.found) == (WARN, "None")
 
 
 @pytest.mark.parametrize(
@@ -395,6 +405,35 @@ def test_what_all_patches_lack_is_said_once(tmp_path):
     row = {"state": "BROKEN", "reason": "no module: build it", "review": ""}
     found.status["patches"] = [row | {"patch": name} for name in ("mhc", "mhc", "wo_a")]
     assert finding(software_checks.checks(found), "patches").found == "mhc, wo_a: no module: build it"
+
+
+def test_no_patches_are_none_that_fit(tmp_path):
+    found = gathered(tmp_path)
+    found.versions = {"sglang": "0.5.23"}
+    assert finding(software_checks.checks(found), "patches").state == NOT_RUN
+
+
+@pytest.mark.parametrize(
+    ("shadow", "words"),
+    [
+        ([{"patch": "mhc", "bad_calls": 3, "nonfinite_ours": 0}, {"patch": "mhc", "bad_calls": 1}], "4 calls of mhc"),
+        ([{"patch": "wo_a", "bad_calls": 0, "nonfinite_ours": 7}], "1 calls of wo_a"),
+        ([{"patch": "wo_a", "bad_calls": 0, "nonfinite_ours": 0, "nonfinite_original": 7}], None),
+        ([{"patch": "wo_a", "bad_calls": "3"}, 3, None], None),
+        ({"patch": "mhc"}, None),
+        (None, None),
+    ],
+)
+def test_what_shadow_mode_has_found_in_a_server_is_told(tmp_path, shadow, words):
+    found = gathered(tmp_path)
+    found.status["processes"] = [{"pid": 5, "patches": [], "shadow": shadow}]
+    told = finding(software_checks.checks(found), "process 5")
+    assert told.state == (FAIL if words else OK) and (not words or words in told.found)
+
+
+def test_memory_that_is_not_told_is_not_well(tmp_path):
+    xml = rtx(**{"<total>97887 MiB": "N/A", "<used>0 MiB": "N/A"})
+    assert finding(gpu_checks.checks(gathered(tmp_path, xml)), "memory of GPU 0").state == NOT_RUN
 
 
 def test_patches_settings_processes_and_the_build(tmp_path):

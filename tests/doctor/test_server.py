@@ -107,6 +107,20 @@ def test_a_planned_server_is_fine(serve):
     assert {f.state for f in checks.values()} == {OK}
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": "main"}, "version is 'main', no release"),
+        ({"version": "0.5"}, "version is '0.5', no release"),
+        ({"disable_cuda_graph": None}, "neither disable_cuda_graph nor cuda_graph_config is told"),
+        ({"disable_cuda_graph": None, "cuda_graph_config": {"decode": {"backend": "full"}}}, None),
+    ],
+)
+def test_what_is_not_told_is_not_well(changes, words):
+    told = found(PLANNED | changes)["arguments"]
+    assert told.state == (NOT_RUN if words else OK) and (not words or words in told.found)
+
+
 def test_few_windows_for_cached_prefixes_are_told():
     """In cap mode alone: 0.5.21 and later, the ratio not set, a prefix cache."""
     by_default = PLANNED | {"swa_prefix_tails": None}

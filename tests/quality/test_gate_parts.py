@@ -96,10 +96,10 @@ def test_a_needle_stands_where_it_is_said():
         assert prompt.count(number) == 1
         shifted = [needle.question(3000, depth, 1, shift) for shift in range(4)]
         begins = needle.BEGIN + needle.USER
-        assert [p.removeprefix(begins) for p, _ in shifted] == [
+        assert [p.removeprefix(begins).replace(n, number) for p, n in shifted] == [
             front + prompt.removeprefix(begins) for front in ("", "\n", "one\n", "one two\n")
         ]
-        assert {n for _, n in shifted} == {number}
+        assert len({n for _, n in shifted}) == 4, "the answer of the place before is wrong"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,12 @@ def tops_with(step) -> list:
     ("changes", "said"),
     [
         ({}, None),
-        ({"logprobs": [-0.5, -0.5, -0.5, 1e-3]}, None),  # rounding
+        ({"logprobs": [-0.5, -0.5, -0.5, 1e-3], "tops": tops_with([(1e-3, 3), (-1.0, 4)])}, None),  # rounding
+        ({"logprobs": [-0.5, -0.5, -0.5005, -0.5]}, None),
+        ({"logprobs": [-0.5, -0.5, -0.502, -0.5]}, "token 2 has log-probability -0.5020, and -0.5000 among the best"),
+        ({"tops": tops_with([(-0.9, 7), (-1.0, 8)])}, None),  # it is not among them: the gates say what that means
+        ({"completion_tokens": 4}, None),
+        ({"completion_tokens": 5}, "4 tokens, of which the server counts 5"),
         ({"logprobs": [-0.5, -0.5, -0.5, 2e-3]}, "output position 3: 0.002 is no log-probability: it is above 0"),
         ({"logprobs": [float("nan"), 1.0, -0.5, -0.5]}, "output position 0: nan"),
         ({"logprobs": [-0.5, float("-inf"), -0.5, -0.5]}, "output position 1: -inf"),
@@ -196,6 +201,13 @@ def test_what_an_answer_must_be(changes, said):
 def test_what_lets_nothing_be_judged(changes, said):
     with pytest.raises(whole.NotWhole, match=said):
         whole.faults(whole_answer(**changes), 4, "here", logprobs=True, top=2)
+
+
+def test_best_tokens_that_are_all_as_likely():
+    for count, said in ((whole.FLAT - 1, False), (whole.FLAT, True)):
+        answer = whole_answer(tops=[[(-0.5, place + n) for n in range(count)] for place in range(4)])
+        found = whole.faults(answer, 4, "here", logprobs=True, top=count)
+        assert bool(found) is said and (not said or f"the {count} best tokens are all as likely, -0.5000" in found[0])
 
 
 def test_an_answer_of_another_length():
@@ -260,7 +272,7 @@ def test_every_position_is_compared_once_from_the_references_own_prefix(wrong, a
             seen.append(begin)
             assert prompt == [90, 91, *range(begin)] and new == 6 - begin
             ids = [19 if n in wrong else n for n in range(begin, 6)]
-            given = {"logprobs": [-0.5] * new, "logprob_ids": ids, "finish": "length"}
+            given = {"logprobs": [-float(n) for n in ids], "logprob_ids": ids, "finish": "length"}
             return Answer(ids, "", tops=[best] * new, **given)
 
     found = logit_oracle.Alignment()
@@ -329,17 +341,52 @@ def test_the_oracles_bars(changes, faults, passed, monkeypatch):
         (8, {"failed": True}, "1 requests have failed in this soak, the first: request 3: 500"),
         (8, {"same": 2}, ""),
         (8, {"same": 8}, "7 of 8 answers"),
+        (8, {"unnamed": 2}, ""),
+        (8, {"unnamed": 3}, "3 of 8 answers do not name the case"),
     ],
 )
 def test_what_leaves_a_soak_unfinished(entries, changes, said, tmp_path):
     state = soak_state.State(tmp_path / "soak.jsonl", {"flags": {"a": 1}})
     for number in range(entries):
         digest = "same" if number < changes.get("same", 0) else str(number)
-        state.add({"number": number, "output_tokens": 9, "digest": digest, "marks": []})
+        is_named = number >= changes.get("unnamed", 0)
+        state.add({"number": number, "output_tokens": 9, "digest": digest, "marks": [], "is_named": is_named})
     if changes.get("failed"):
         state.add({"number": 3, "failed": "500"})
     found = corruption_soak.unfinished(state, changes.get("ended", ""), changes.get("changed", ""))
     assert said in found if said else found == ""
+
+
+@pytest.mark.parametrize(
+    ("strays", "opens", "said"),
+    [
+        (0, 0, []),
+        (2, 10, []),  # too few to speak of a share; half of those that stopped
+        (3, 0, ["letters of a foreign script in 3 of 100 answers"]),
+        (0, 11, ["11 of 20 answers that stopped by themselves"]),
+    ],
+)
+def test_what_all_answers_show_together(strays, opens, said):
+    answers = [
+        {"stray_letters": int(n < strays), "is_open": n < opens, "finish": "stop" if n < 20 else "length"}
+        for n in range(100)
+    ]
+    found = corruption_soak.faults_of_all(answers)
+    assert len(found) == len(said) and all(text.startswith(begin) for text, begin in zip(found, said, strict=True))
+
+
+def test_whose_answer_a_text_is():
+    cases = {"123456": 4, "12345": 5, "77": 6}
+    marks_of = corruption_soak.whose_marks
+    assert marks_of("Case 123456: it was", "", "123456", cases) == []
+    assert marks_of("Case 77: a count of things; Case 999999 is nobody's", "", "123456", cases) == []
+    assert marks_of("Case 12345: it was", "", "123456", cases) == ["case 12345 is request 5's, not this one's"]
+    prompt, _ = corruption_soak.request(4, 1, 300)
+    assert f'"Case {corruption_soak.case(4, 1)}:"' in prompt
+    document = prompt.split("\n\n")[0] if "\n\n" in prompt else prompt
+    assert "its own prompt again" in marks_of(prompt.split("｜>", 2)[2], prompt, "1", cases)[0]
+    own = " ".join(f"word{n}" for n in range(40))
+    assert marks_of(f"{own} {' '.join(document.split()[:12])}", prompt, "1", cases) == []
 
 
 @pytest.mark.parametrize("case", tool_calls.CASES, ids=lambda case: case.name)

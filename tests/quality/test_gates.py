@@ -7,6 +7,7 @@ import json
 import pytest
 
 from bench.quality import gates
+from bench.quality.arithmetic import shipped_problems
 
 QUICK = {
     "logit-oracle": ["--lengths", "16", "200", "--new", "24"],
@@ -238,6 +239,31 @@ def test_a_wrong_model_name(run, serve):
 def test_nobody_there(run, capsys):
     assert gates.main(["needle", "--url", "http://127.0.0.1:9"]) == gates.INCOMPLETE
     assert "ConnectionRefusedError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ends", ["killed", "an error", "usage"])
+def test_an_earlier_verdict_does_not_stand_for_a_run_without_one(ends, serve, tmp_path, monkeypatch):
+    common = ["arithmetic", "--url", serve().url, "--out", str(tmp_path)]
+    path = tmp_path / "arithmetic.json"
+    assert gates.main(common) == gates.PASSED and path.exists()
+    error = {"killed": KeyboardInterrupt, "an error": KeyError, "usage": ValueError}[ends]
+
+    def lost(_):
+        raise error("x")
+
+    monkeypatch.setattr(gates.GATES["arithmetic"], "run", lost)
+    code = {"killed": gates.INCOMPLETE, "an error": gates.INTERNAL, "usage": gates.USAGE}[ends]
+    assert gates.main(common) == code
+    assert not path.exists() and json.loads((tmp_path / "arithmetic.json.old").read_text())["verdict"] == "PASS"
+
+
+def test_examples_are_not_asked(run, serve, tmp_path):
+    """Their answers stand in the prompt."""
+    data = tmp_path / "data.jsonl"
+    rows = [{"question": p.question, "answer": p.worked} for p in shipped_problems()[:8]]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, found = run("arithmetic", serve(), "--data", data, "--examples", data)
+    assert code == gates.PASSED and found["summary"].startswith("3 of 3 right")
 
 
 def test_the_summary_is_a_table(run, serve, tmp_path, capsys):

@@ -8,11 +8,11 @@ import zipfile
 import pytest
 
 from bench.quality import gates
-from tests.quality import lying_server, state_lies
+from tests.quality import lying_server, quiet_lies, state_lies
 from tests.quality.test_gates import PACE, reference, run  # noqa: F401
 from tests.serving.conftest import wheel
 
-LIES = [*lying_server.LIES, *state_lies.LIES]
+LIES = [*lying_server.LIES, *state_lies.LIES, *quiet_lies.LIES]
 ROWS = [(lie, gate, verdict) for lie in LIES for gate, verdict in lie.gates.items()]
 # a lie is as loud to fewer: the numbers of the gates' own tests, made smaller (what stands last counts)
 FEWER = {

@@ -236,6 +236,13 @@ def test_one_text_for_every_request_does_not_pass(serve, soak):
     assert code == gates.INCOMPLETE and "the same text" in found["incomplete"]
 
 
+def test_a_prompt_again_fails(serve, soak):
+    server = serve()
+    server.engine.scripted = lambda text: text.partition("<｜User｜>")[2].partition("<｜Assistant｜>")[0]
+    code, found = soak(server)
+    assert code == gates.FAILED and any("its own prompt again" in one for one in found["findings"]), found
+
+
 def test_two_words_that_end_by_themselves_fail(serve, soak):
     code, found = soak(lying(serve(), lambda _: " The baker"))
     assert code == gates.FAILED and any("an answer of 2 words" in finding for finding in found["findings"])

@@ -130,7 +130,8 @@ class Engine:
                 return f" We count. #### {answer + ('bad_math' in self.faults)}"
         if "Answer in English." in text[-100:]:  # the soak's requests: English, of some length
             seed = zlib.crc32(text.encode())
-            return " " + prose(60 + seed % 200, seed)
+            begins = re.search(r'Begin with the words "([^"]+)"', text[-200:])
+            return f" {begins.group(1) if begins else ''} {prose(60 + seed % 200, seed)}"
         return None
 
     def samples(self, sampling: dict) -> bool:
@@ -188,7 +189,7 @@ class Engine:
             if "frozen" in self.faults and position > 4:
                 token = last
             last = token
-            yield token, logprob, top
+            yield token, next((value for value, one in top if one == token), logprob), top
             state = zlib.crc32(token.to_bytes(4, "little"), state)
 
     # --- the machine

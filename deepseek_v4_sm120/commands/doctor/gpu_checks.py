@@ -15,6 +15,7 @@ FULL_LINK = (5, 16)
 BOARD_WATTS = 600  # Workstation and Server Edition; Max-Q is a 300 W card
 LEAST_PEER_GBS = 20.0  # PCIe 5.0 x16 moves about 50 GB/s one way, 4.0 half
 IDLE_MEMORY_MIB = 1024
+SLOWEST_FIRST = (None, "host", "peer")  # ways of our sums; None: SGLang's own
 
 
 def checks(facts: Facts) -> Iterator[Finding]:
@@ -63,7 +64,10 @@ def _driver(facts: Facts) -> Iterator[Finding]:
     if driver is None or cuda is None:
         yield not_run("driver", f"driver {driver or 'unknown'}, our build's CUDA {cuda or 'unknown'}")
         return
-    oldest = OLDEST_DRIVER.get(cuda.partition(".")[0], (0, 0))
+    oldest = OLDEST_DRIVER.get(cuda.partition(".")[0])
+    if oldest is None:
+        yield not_run("driver", f"driver {driver}; which one loads CUDA {cuda} code is not known here")
+        return
     have = tuple(int(part) for part in driver.split(".")[:2] if part.isdigit())
     if have < oldest:
         yield fail(
@@ -150,7 +154,9 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         name = f"memory of GPU {gpu.index}"
         found = f"{gpu.memory_used} of {gpu.memory_total} MiB in use"
         free = gpu.memory_total - gpu.memory_used
-        if serving and free < 1024:
+        if not gpu.memory_total:
+            yield not_run(name, "the driver does not tell")
+        elif serving and free < 1024:
             yield warn(
                 name,
                 f"{found}: {free} MiB free beside a running server",
@@ -198,6 +204,7 @@ def _peers(facts: Facts) -> Iterator[Finding]:
         yield not_run("peer copies", facts.probe_problem or "not tried", "run doctor where torch sees the GPUs")
         return
     lying = [p for p in pairs if p["reported"] and not p["moved"]]
+    lost = [p for p in pairs if not p["reported"] and not p["moved"]]
     slow = [p for p in pairs if p["reported"] and p["moved"] and p["gbs"] < LEAST_PEER_GBS]
     absent = [p for p in pairs if not p["reported"]]
 
@@ -211,6 +218,13 @@ def _peers(facts: Facts) -> Iterator[Finding]:
             "custom all-reduce and NCCL hang or give wrong numbers",
             "NCCL_P2P_DISABLE=1 and DSV4_SM120_SET=all_reduce=host now, our sums then go by host memory (without our "
             "patch: --disable-custom-all-reduce); then BIOS: IOMMU off or pass-through, ACS off",
+        )
+    elif lost:
+        yield fail(
+            "peer copies",
+            f"{named(lost)}: not possible, and a copy through host memory does not arrive either",
+            "whatever passes between these cards is wrong: sums, weights, answers",
+            "memory and BIOS of the host (IOMMU), riser and slot; `selftest` on each card alone",
         )
     elif absent:
         yield warn(
@@ -227,12 +241,13 @@ def _peers(facts: Facts) -> Iterator[Finding]:
 
 
 def _sums(facts: Facts) -> Iterator[Finding]:
-    """By a running server's own probe, else by ours."""
+    """By a running server's own probe, of several the slowest way; else by ours."""
     name = "sums between the cards"
     served = [process.get("found") for process in (facts.status or {}).get("processes", [])]
     served = [one for one in served if isinstance(one, dict)]
-    told = [one.get("all_reduce") for one in served] + [(facts.probe or {}).get("sums")]
-    found = next(filter(_is_verdict, told), None)
+    told = list(filter(_is_verdict, (one.get("all_reduce") for one in served)))
+    told = told or list(filter(_is_verdict, [(facts.probe or {}).get("sums")]))
+    found = min(told, key=lambda one: SLOWEST_FIRST.index(one["transport"]), default=None)
     if found is None:
         yield not_run(
             name, facts.probe_problem or "not tried: fewer than two cards, or no kernels", "run it on the cards"
@@ -259,7 +274,7 @@ def _is_verdict(found) -> bool:
     """Reports are files that anybody may have written."""
     if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in ("text", "remedy")):
         return False
-    return found.get("transport", "") in (None, "peer", "host")
+    return found.get("transport", "") in SLOWEST_FIRST
 
 
 def _redirection(facts: Facts) -> Iterator[Finding]:

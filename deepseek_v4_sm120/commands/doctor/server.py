@@ -113,6 +113,10 @@ class Answers:
     def unread(self) -> list[str]:
         """In words: fields that the checks need and that are not told, and those that are told as something else."""
         found = []
+        if self.get("version") is not None and len(self.version) < 3:
+            found.append(f"version is {one_line(self.get('version'), 40)!r}, no release whose faults are known")
+        if self.info.get("disable_cuda_graph") is None and not isinstance(self.info.get("cuda_graph_config"), dict):
+            found.append("neither disable_cuda_graph nor cuda_graph_config is told")
         for name, (kind, is_needed) in FIELDS.items():
             value = self.info.get(name)
             if value is None and is_needed:

@@ -178,7 +178,11 @@ def _patches(facts: Facts) -> Iterator[Finding]:
             "`status` says which version is known; check with DSV4_SM120_SHADOW=1",
         )
     else:
-        yield ok("patches", f"fit this SGLang: {', '.join(ready) or 'none'}")
+        yield (
+            ok("patches", f"fit this SGLang: {', '.join(ready)}")
+            if ready
+            else not_run("patches", "none of them was looked for: nothing says that any fits")
+        )
 
 
 def _defaults(facts: Facts) -> Iterator[Finding]:
@@ -267,10 +271,26 @@ def _processes(facts: Facts) -> Iterator[Finding]:
         served = [index for index, is_served in process.get("devices_served", {}).items() if is_served]
         if broken:
             yield fail(name, f"BROKEN: {', '.join(broken)}", "SGLang's own code runs there", "see `status`")
+        elif differing := _differing(process):
+            cost = "either is wrong, and answers with it"
+            yield fail(
+                name, f"in shadow mode: {differing}", cost, "`status` has the figures: tell us; until then NAME=off"
+            )
         elif process.get("devices_served") and not served:
             yield warn(name, "patched, but its GPU is not one that we serve", "SGLang's own code runs", "see GPU")
         else:
             yield ok(name, f"applied {', '.join(applied) or 'nothing yet'}")
+
+
+def _differing(process: dict) -> str:
+    """Which of our operators differ from the originals beside them, "" where none does or none was compared."""
+    found: dict[str, int] = {}
+    shadow = process.get("shadow")
+    for row in shadow if isinstance(shadow, list) else ():
+        told = [row.get(count) for count in ("bad_calls", "nonfinite_ours")] if isinstance(row, dict) else []
+        if any(type(count) is int and count > 0 for count in told) and isinstance(row.get("patch"), str):
+            found[row["patch"]] = found.get(row["patch"], 0) + max(told[0] if type(told[0]) is int else 0, 1)
+    return ", ".join(f"{count} calls of {patch} are not what the original's are" for patch, count in found.items())
 
 
 def _caches(facts: Facts) -> Iterator[Finding]:

@@ -30,6 +30,9 @@ def _check_kernels() -> str:
     spilled = [kernel["name"] for kernel in kernels if kernel["local_bytes"]]
     if spilled:
         raise Failure(f"kernels with local memory (spills): {', '.join(spilled)}")
+    unfit = [kernel["name"] for kernel in kernels if kernel["blocks_per_sm"] < 1]
+    if unfit:
+        raise Failure(f"kernels of which not one block fits a multiprocessor: {', '.join(unfit)}")
     blocks = min(kernel["blocks_per_sm"] for kernel in kernels)
     registers = max(kernel["registers"] for kernel in kernels)
     return (
