@@ -171,6 +171,9 @@ class Answer:
         """
         if piece.completion_tokens is None or piece.completion_tokens == len(piece.ids):
             return piece
+        if piece.finish == "abort" and piece.ids and piece.completion_tokens == len(self.ids):
+            # of a request that was aborted in the queue, retracted before that: its last token and all its text again
+            return Answer(**{**vars(piece), **{name: getattr(self, name) for name in ("ids", "text", *_LISTS)}})
         whole = {name: getattr(self, name) + getattr(piece, name) for name in ("ids", "text", *_LISTS)}
         return Answer(**{**vars(piece), **whole})
 

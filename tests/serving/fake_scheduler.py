@@ -55,7 +55,7 @@ class Requests:
                 if abort_all or (rid and one.rid.startswith(rid)):
                     one.is_aborted.set()
 
-    def loads(self, in_flight: int) -> dict:
+    def loads(self, in_flight: int, version: str) -> dict:
         """/v1/loads. `in_flight`: requests that have come and have no answer."""
         with self.lock:
             running, used = len(self.live), self.held + sum(one.tokens for one in self.live)
@@ -63,7 +63,7 @@ class Requests:
         load |= {"num_waiting_reqs": max(0, in_flight - running), "num_waiting_uncached_tokens": 0}
         load |= {"num_used_tokens": used, "num_total_tokens": used, "max_total_num_tokens": MAX_TOKENS}
         load |= {"token_usage": used / MAX_TOKENS, "gen_throughput": 0.0, "cache_hit_rate": 0.0, "utilization": 0.0}
-        return {"timestamp": "2026-01-01T00:00:00+00:00", "version": "0.5.17", "loads": [load]}
+        return {"timestamp": "2026-01-01T00:00:00+00:00", "version": version, "loads": [load]}
 
 
 class Batch:

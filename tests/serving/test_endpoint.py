@@ -133,6 +133,23 @@ def test_a_streamed_answer_is_the_one_not_streamed(incremental, serve):
     assert not incremental or answer.text == "".join(f"<{count}>" for count in sent)
 
 
+def test_a_stream_that_is_aborted_in_the_queue_repeats_its_end():
+    """tokenizer_manager._handle_abort_req, --incremental-streaming-output, a request that was retracted before."""
+
+    def event(ids, text, made, finish=None):
+        return Answer.of({"output_ids": ids, "text": text, "meta_info": {"completion_tokens": made}
+                          | {"finish_reason": finish}})  # fmt: skip
+
+    abort = {"type": "abort", "message": "Abort in waiting queue"}
+    answer = Answer([], "")
+    for one in (event([5, 6], "a b", 2), event([7], " c", 3), event([7], "a b c", 3, abort)):
+        answer = answer.followed_by(one)
+    assert (answer.ids, answer.text, answer.completion_tokens) == ([5, 6, 7], "a b c", 3)
+    assert (answer.finish, answer.finish_message) == ("abort", "Abort in waiting queue")
+    nothing = Answer([], "").followed_by(event([], "", 0, abort))  # before its first token
+    assert (nothing.ids, nothing.finish) == ([], "abort")
+
+
 def test_a_stream_that_miscounts(serve):
     def lie(handler, content):
         if handler.streaming:
