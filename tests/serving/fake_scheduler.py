@@ -49,10 +49,11 @@ class Requests:
             return any(one.samples for one in self.live)
 
     def abort(self, rid: str, abort_all: bool = False) -> None:
-        """As in SGLang's scheduler: every request whose id begins with `rid`."""
+        """As in SGLang: its tokenizer manager knows only whole ids, its scheduler takes all that begin with one."""
         with self.lock:
+            is_known = any(one.rid == rid for one in self.live)
             for one in self.live:
-                if abort_all or (rid and one.rid.startswith(rid)):
+                if abort_all or (is_known and one.rid.startswith(rid)):
                     one.is_aborted.set()
 
     def loads(self, in_flight: int, version: str) -> dict:

@@ -233,7 +233,7 @@ class Handler(BaseHTTPRequestHandler):
         whole = len(made) == limit
         finish = {"type": "length", "length": limit} if whole else {"type": "stop", "matched": EOS}
         if live.is_aborted.is_set():
-            finish = {"type": "abort", "message": "Abort in waiting queue"}
+            finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
         elif has_left(self.connection):
             self.close_connection = True
             return None

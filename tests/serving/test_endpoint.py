@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import socket
 import threading
 import time
+import zipfile
 
 import pytest
 
@@ -16,6 +18,7 @@ from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint, Interval
 from bench.serving.server_errors import ServerGone, ServerNonsense, ServerRefused, ServerTimeout
 from deepseek_v4_sm120.commands.disclosure import printable
+from tests.serving.conftest import VERSIONS, wheel
 
 
 @pytest.fixture
@@ -148,6 +151,25 @@ def test_a_stream_that_is_aborted_in_the_queue_repeats_its_end():
     assert (answer.finish, answer.finish_message) == ("abort", "Abort in waiting queue")
     nothing = Answer([], "").followed_by(event([], "", 0, abort))  # before its first token
     assert (nothing.ids, nothing.finish) == ([], "abort")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_that_is_aborted_while_it_waits_says_so(is_stream, serve):
+    """tokenizer_manager._handle_abort_req of every release: no prompt_tokens, no output."""
+    finish = {"type": "abort", "message": "Abort in waiting queue"}
+    meta = {"id": "1", "finish_reason": finish, "weight_version": "default", "e2e_latency": 0.1, "completion_tokens": 0}
+    endpoint = Endpoint(serve(lie=lambda *_: {"text": "", "output_ids": [], "meta_info": meta}).url, 5)
+    answer = endpoint.stream([5, 6, 7], 20)[0] if is_stream else endpoint.generate([5, 6, 7], 20)
+    assert (answer.finish, answer.finish_message, answer.ids) == ("abort", finish["message"], [])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_an_abort_in_the_queue_tells(version):
+    module = ast.parse(zipfile.ZipFile(wheel(version)).read("sglang/srt/managers/tokenizer_manager.py"))
+    (found,) = (n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == "_handle_abort_req")
+    text = ast.unparse(found)
+    assert "'finish_reason': finish_reason" in text and "prompt_tokens'" not in text
+    assert "output_ids = [output_ids[-1]]" in text and "meta_info['completion_tokens'] = len(output_ids)" in text
 
 
 def test_a_stream_that_miscounts(serve):
