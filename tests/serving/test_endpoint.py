@@ -136,7 +136,8 @@ def test_a_streamed_answer_is_the_one_not_streamed(incremental, serve):
     assert not incremental or answer.text == "".join(f"<{count}>" for count in sent)
 
 
-def test_a_stream_that_is_aborted_in_the_queue_repeats_its_end():
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_stream_that_is_aborted_in_the_queue_repeats_its_end(coalesced):
     """tokenizer_manager._handle_abort_req, --incremental-streaming-output, a request that was retracted before."""
 
     def event(ids, text, made, finish=None):
@@ -145,7 +146,8 @@ def test_a_stream_that_is_aborted_in_the_queue_repeats_its_end():
 
     abort = {"type": "abort", "message": "Abort in waiting queue"}
     answer = Answer([], "")
-    for one in (event([5, 6], "a b", 2), event([7], " c", 3), event([7], "a b c", 3, abort)):
+    last = [event([7], " c", 3), event([7], "a b c", 3, abort)]
+    for one in (event([5, 6], "a b", 2), *([event([7, 7], " ca b c", 3, abort)] if coalesced else last)):
         answer = answer.followed_by(one)
     assert (answer.ids, answer.text, answer.completion_tokens) == ([5, 6, 7], "a b c", 3)
     assert (answer.finish, answer.finish_message) == ("abort", "Abort in waiting queue")
