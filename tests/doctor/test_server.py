@@ -13,6 +13,7 @@ from tests.patching.test_wheel_speculation import number
 from tests.patching.wheels import content, every_release, fetch
 
 # the fields that SGLang 0.5.17 and 0.5.23 answer with, at the values that an unplanned start has on 2 cards
+# (context_length as `ask` finds it: such a start tells null there)
 STOCK = {
     "version": "0.5.23",
     "model_path": "deepseek-ai/DeepSeek-V4-Flash",
