@@ -171,6 +171,11 @@ class Answer:
         """
         if piece.completion_tokens is None or piece.completion_tokens == len(piece.ids):
             return piece
+        if piece.finish == "abort" and len(self.ids) + len(piece.ids) == piece.completion_tokens + 1:
+            # retracted, and aborted while it waited: behind what is new come its last token and all its text once more
+            ids, length = self.ids + piece.ids[:-1], (len(self.text) + len(piece.text)) // 2
+            kept = {name: getattr(self, name) for name in _LISTS}
+            return Answer(**{**vars(piece), **kept, "ids": ids, "text": piece.text[len(piece.text) - length :]})
         whole = {name: getattr(self, name) + getattr(piece, name) for name in ("ids", "text", *_LISTS)}
         return Answer(**{**vars(piece), **whole})
 

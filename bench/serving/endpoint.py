@@ -277,7 +277,9 @@ class Endpoint:
             response.read()
 
     def abort(self, rid: str) -> None:
-        """End every request whose `rid` (a field of /generate's body) begins with this one. SGLang answers nothing."""
+        """End the request with this `rid` (a field of /generate's body), and those whose own begins with it; none where
+        it is nobody's. SGLang answers nothing.
+        """
         with self._answer("/abort_request", {"rid": rid}, 60.0) as response:
             response.read()
 
@@ -321,8 +323,10 @@ class Endpoint:
     @staticmethod
     def _to_all_of(prompt: Sequence[int] | str, answer: Answer, what: str) -> Answer:
         """Raise ServerNonsense where the server counts other prompt tokens than it was sent (as one that truncates
-        does).
+        does). Of a request that was aborted while it waited SGLang counts none: it is the abort that is to be told.
         """
+        if answer.finish == "abort" and not answer.prompt_tokens:
+            return answer
         if not isinstance(prompt, str) and answer.prompt_tokens != len(prompt):
             raise ServerNonsense(f"{what}: it counts {answer.prompt_tokens} prompt tokens, {len(prompt)} were sent")
         return answer

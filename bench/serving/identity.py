@@ -17,35 +17,35 @@ from deepseek_v4_sm120.commands.disclosure import printable, redacted
 from deepseek_v4_sm120.patching.json_file import JsonFileError, load
 from deepseek_v4_sm120.patching.lifetime import has_ended
 
-# of /server_info: what differs between two equal servers, or from one moment to the next. `launch_command` (0.5.23)
-# holds the port, and keys as they were typed; the other flags are there as SGLang took them
+# of /server_info: what differs between two equal servers, or from one moment to the next. `launch_command` (0.5.20 and
+# later) holds the port, and keys as they were typed; the other flags are there as SGLang took them. Ports are more than
+# those that users give: two are made of --port. tests/serving/test_server_info.py holds this against the releases
 NOT_FLAGS = {
     "admin_api_key",
     "api_key",
-    "cpu_memory_usage",
     "crash_dump_folder",
-    "detokenizer_pid",
+    "disaggregation_bootstrap_port",
     "dist_init_addr",
+    "encoder_bootstrap_port",
+    "engine_info_bootstrap_port",
+    "export_metrics_to_file_dir",
     "file_storage_path",
+    "gated_launch_port",
+    "grpc_http_sidecar_port",
+    "grpc_port",
     "host",
-    "instance_id",
     "internal_states",
+    "kv_event_sources",
     "kv_events",
     "launch_command",
-    "log_file",
     "max_req_input_len",
     "max_total_num_tokens",
-    "memory_usage",
-    "model_config",
     "nccl_port",
-    "pid",
     "port",
     "random_seed",
-    "scheduler_pid",
+    "smg_http_sidecar_port",
     "startup_time",
     "status",
-    "tokenizer_worker_num",
-    "uptime",
     "version",
     "weight_version",
 }
@@ -206,6 +206,8 @@ def reasons_to_refuse(a: Identity, b: Identity, changes: Iterable[str]) -> list[
     for key in differing(a.flags, b.flags):
         values = values_of(key, a.flags, b.flags)
         kinds = {f"flag:{key}"} | ({"model"} if key in ("model_path", "served_model_name", "tokenizer_path") else set())
+        if a.version != b.version and not (key in a.flags and key in b.flags):
+            kinds.add("version")  # releases have other arguments: dozens between any two
         note(kinds, f"server argument {key} differs: {values} (--change flag:{key})")
     known = a.environment is not None and b.environment is not None
     for key in differing(a.environment, b.environment) if known else []:

@@ -13,6 +13,7 @@ from tests.patching.test_wheel_speculation import number
 from tests.patching.wheels import content, every_release, fetch
 
 # the fields that SGLang 0.5.17 and 0.5.23 answer with, at the values that an unplanned start has on 2 cards
+# (context_length as `ask` finds it: such a start tells null there)
 STOCK = {
     "version": "0.5.23",
     "model_path": "deepseek-ai/DeepSeek-V4-Flash",
@@ -342,12 +343,42 @@ def test_where_our_sums_are_in_place_the_probe_tells_and_not_the_flags():
         ({"enable_dp_attention": True, "dp_size": 4, "chunked_prefill_size": 4096}, None),
         ({"enable_dp_attention": True, "dp_size": 1, "chunked_prefill_size": 1024}, None),
         ({"enable_dp_attention": False, "dp_size": 4, "chunked_prefill_size": 1024}, None),
+        # 0.5.22 and later
+        (
+            {"enable_dp_attention": True, "dp_size": 1, "attn_dp_size": 4, "chunked_prefill_size": 1024},
+            "--chunked-prefill-size 16384",
+        ),
+        ({"enable_dp_attention": False, "dp_size": 4, "attn_dp_size": 1, "chunked_prefill_size": 1024}, None),
         ({"chunked_prefill_size": 1024}, None),
     ],
 )
 def test_a_chunk_that_was_divided_among_ranks_is_told(changes, fix):
     told = {f.check: f for f in server.checks(server.Answers(PLANNED | changes, None))}.get("prefill chunk")
     assert (told and told.fix) == fix and (told is None or told.state == WARN)
+
+
+@pytest.mark.parametrize(
+    ("models", "told"),
+    [
+        ({"object": "list", "data": [{"id": "m", "max_model_len": 1048576}]}, None),
+        ({"data": [{"id": "m"}]}, "context_length is not told"),
+        ({"data": []}, "context_length is not told"),
+        ([], "context_length is not told"),
+        ({"data": [{"max_model_len": "long"}]}, "context_length is 'long', not a whole number"),
+    ],
+)
+def test_the_context_of_a_server_that_was_given_none_is_its_models(models, told, serve):
+    """/server_info has null there: the start of the README."""
+    info = STOCK | {"context_length": None}
+    answers = server.ask(serve({"/server_info": (200, json.dumps(info)), "/v1/models": (200, json.dumps(models))}))
+    checks = {f.check: f for f in server.checks(answers)}
+    assert told in checks["arguments"].found if told else "arguments" not in checks
+    assert ("prefill scratch" in checks) == (told is None)
+
+
+def test_a_context_that_was_given_is_not_asked_for(serve):
+    url = serve({"/server_info": (200, json.dumps(STOCK)), "/v1/models": (200, '{"data": [{"max_model_len": 7}]}')})
+    assert server.ask(url).get("context_length") == STOCK["context_length"]
 
 
 def test_a_release_without_the_interval():

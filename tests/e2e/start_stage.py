@@ -70,7 +70,10 @@ SHAPES = {
     "log-probabilities": ([200], {"return_logprob": True, "top_logprobs_num": 5}),
 }
 OF_THE_BODY = ("return_logprob", "top_logprobs_num")
-PARTS = re.compile(r"(Load weight end|Capture [\w ]*?graph end|Init torch distributed ends)\b[^\n]*?elapsed=([\d.]+)")
+# the last under both its names: until 0.5.20, and from 0.5.21 on
+PARTS = re.compile(
+    r"(Load weight end|Capture [\w ]*?graph end|Init (?:torch distributed|parallel) ends)\b[^\n]*?elapsed=([\d.]+)"
+)
 OUR_KERNEL = re.compile(r"@triton\.jit\ndef (\w+)")
 # folders that compilers keep what they made in, by their variables and where those are not set
 FOLDERS = {

@@ -55,7 +55,8 @@ if ours:
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("{}")
 print("[TP0] Load weight end. elapsed=1.25 s\\n[TP1] Load weight end. elapsed=1.50 s", flush=True)
-print("[TP0] Capture target decode CUDA graph end. elapsed=2.00 s", flush=True)
+print("[TP0] Capture target decode CUDA graph end. bs=[1, 2], elapsed=2.00 s", flush=True)
+print("[TP0] Init parallel ends. elapsed=3.00 s", flush=True)
 if os.environ.get("FAKE_NO_START") == cards and ours:
     sys.exit("out of memory")
 seen = set()
@@ -124,6 +125,7 @@ def test_three_waves_and_what_compiles_behind_the_first_token(started):
     assert any("_down_kernel (ours), 0.7 s" in metric for _, metric in rows)
     assert [one["value"] for one in rows[ours, "of these, Load weight, s"]] == [1.5, 1.5]  # the slower rank's
     assert rows[ours, "of these, Capture target decode CUDA graph, s"][0]["value"] == 2.0
+    assert rows[ours, "of these, Init parallel, s"][0]["value"] == 3.0
     assert {row["issue"] for of in rows.values() for row in of} == {23}
 
 

@@ -254,7 +254,7 @@ def test_the_releases_have_what_the_gates_ask_for(version, serve):
         snapshot = "managers/load_snapshot.py"
         told = io_struct + (read(snapshot) if f"sglang/srt/{snapshot}" in names else "")
     for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens"):
-        assert f"{name}:" in told and name in serve().engine.requests.loads(0)["loads"][0], name
+        assert f"{name}:" in told and name in serve().engine.requests.loads(0, version)["loads"][0], name
     assert '@router.get("/v1/loads")' in loads and '"loads": loads' in loads
     assert '"/abort_request"' in http_server and '"/flush_cache"' in http_server and "v1_loads_router" in http_server
     (abort,) = (one for one in ast.parse(io_struct).body if isinstance(one, ast.ClassDef) and one.name == "AbortReq")

@@ -49,13 +49,14 @@ class Requests:
             return any(one.samples for one in self.live)
 
     def abort(self, rid: str, abort_all: bool = False) -> None:
-        """As in SGLang's scheduler: every request whose id begins with `rid`."""
+        """As in SGLang: its tokenizer manager knows only whole ids, its scheduler takes all that begin with one."""
         with self.lock:
+            is_known = any(one.rid == rid for one in self.live)
             for one in self.live:
-                if abort_all or (rid and one.rid.startswith(rid)):
+                if abort_all or (is_known and one.rid.startswith(rid)):
                     one.is_aborted.set()
 
-    def loads(self, in_flight: int) -> dict:
+    def loads(self, in_flight: int, version: str) -> dict:
         """/v1/loads. `in_flight`: requests that have come and have no answer."""
         with self.lock:
             running, used = len(self.live), self.held + sum(one.tokens for one in self.live)
@@ -63,7 +64,7 @@ class Requests:
         load |= {"num_waiting_reqs": max(0, in_flight - running), "num_waiting_uncached_tokens": 0}
         load |= {"num_used_tokens": used, "num_total_tokens": used, "max_total_num_tokens": MAX_TOKENS}
         load |= {"token_usage": used / MAX_TOKENS, "gen_throughput": 0.0, "cache_hit_rate": 0.0, "utilization": 0.0}
-        return {"timestamp": "2026-01-01T00:00:00+00:00", "version": "0.5.17", "loads": [load]}
+        return {"timestamp": "2026-01-01T00:00:00+00:00", "version": version, "loads": [load]}
 
 
 class Batch:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent.parent)]
 
+from tests.serving import fake_info  # noqa: E402
 from tests.serving.fake_engine import EOS, FAULTS, FOREIGN, Engine  # noqa: E402
 from tests.serving.fake_scheduler import has_left  # noqa: E402
 
@@ -79,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def may(self) -> bool:
         """Whether the key is right; if not, the answer is sent. As in srt/utils/auth.py."""
-        if self.path in ("/health", "/metrics") or not self.server.api_key:
+        if self.path.startswith(("/health", "/metrics")) or not self.server.api_key:
             return True
         if self.headers.get("Authorization") == f"Bearer {self.server.api_key}":
             return True
@@ -95,14 +96,14 @@ class Handler(BaseHTTPRequestHandler):
                 return self.refuse("not found", 404)
             state = {"effective_max_running_requests_per_dp": engine.max_running}
             state |= {"avg_spec_accept_length": engine.accept_length} if engine.accept_length > 1 else {}
-            info = {"version": self.server.version, **self.server.flags, "internal_states": [state]}
-            port = self.server.server_port
-            info |= {"max_total_num_tokens": 100_000, "port": port, "launch_command": f"--port {port}"}
-            return self.send_whole(info)
-        if self.path in ("/v1/models", "/model_info"):
-            return self.send_whole({"data": [{"id": self.server.model}], "model_path": self.server.model})
+            made = self.server.version, self.server.flags, self.server.server_port
+            return self.send_whole(fake_info.server_info(*made, state))
+        if self.path == "/v1/models":
+            return self.send_whole(fake_info.models(self.server.model))
+        if self.path == "/model_info":
+            return self.send_whole(fake_info.model_info(self.server.model))
         if self.path.split("?")[0] == "/v1/loads":
-            return self.send_whole(engine.requests.loads(engine.active))
+            return self.send_whole(engine.requests.loads(engine.active, self.server.version))
         if self.path == "/metrics":
             return self.send_whole(f"sglang:num_requests_total {engine.completions}\n", kind="text/plain")
         if self.path in ("/health", "/health_generate"):
@@ -232,7 +233,7 @@ class Handler(BaseHTTPRequestHandler):
         whole = len(made) == limit
         finish = {"type": "length", "length": limit} if whole else {"type": "stop", "matched": EOS}
         if live.is_aborted.is_set():
-            finish = {"type": "abort", "message": "Abort in waiting queue"}
+            finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
         elif has_left(self.connection):
             self.close_connection = True
             return None
@@ -330,9 +331,6 @@ class Handler(BaseHTTPRequestHandler):
         return message
 
 
-FLAGS = {"model_path": "fake/model", "tp_size": 2, "attention_backend": "dsv4", "max_req_input_len": 99_000}
-
-
 class FakeServer:
     """In-process server; `url` once entered. `flags` go into /server_info."""
 
@@ -344,14 +342,14 @@ class FakeServer:
             pass  # a client that went away, or a death to order
 
     def __init__(
-        self, faults=(), port=0, version="0.5.17", model="fake/model", flags=None, api_key=None, lie=None, **engine
+        self, faults=(), port=0, version="0.5.23", model="fake/model", flags=None, api_key=None, lie=None, **engine
     ):
         """`lie`(handler, content) -> content: changes what is sent; None: it has answered itself."""
         self.engine = Engine(faults, on_death=self.die, **engine)
         self.http = self._Http(("127.0.0.1", port), Handler)
         self.http.engine, self.http.version, self.http.model = self.engine, version, model
         self.http.api_key, self.http.lie = api_key, lie
-        self.http.flags = {**FLAGS, **(flags or {})}
+        self.http.flags = dict(flags or {})
         if self.engine.accept_length > 1:
             self.http.flags["speculative_algorithm"] = "EAGLE"
         self.url = f"http://127.0.0.1:{self.http.server_port}"
@@ -383,7 +381,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=float, default=0.0, metavar="S", help="seconds a prompt token")
     parser.add_argument("--accept-length", type=int, default=1)
     parser.add_argument("--die-after", type=int, default=0, metavar="COMPLETIONS")
-    parser.add_argument("--version", default="0.5.17")
+    parser.add_argument("--version", default="0.5.23")
     parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="shown in /server_info")
     options = parser.parse_args()
     server = FakeServer(

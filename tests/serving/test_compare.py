@@ -135,10 +135,19 @@ def test_commands_take_turns_when_there_is_room_for_one(run, capsys):
     assert len(result["variants"][0]["sides"]["A"]["startup_s"]) == 2
 
 
+def test_two_releases_are_compared_though_each_has_arguments_of_its_own(run, serve):
+    """Two servers of two releases, with what those tell of themselves; the generator is of one of them."""
+    sides = urls(serve(version="0.5.17"), serve(version="0.5.23"))
+    code, result, text, _ = run(*sides, "--change", "version", "--only", "single")
+    assert code == compare.COMPARED, text
+    told = [set(result["variants"][0]["sides"][side]["identity"]["flags"]) for side in "AB"]
+    assert told[1] - told[0] == {"frontend", "hicache_object_layout"}
+
+
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ({"version": "0.5.20"}, "SGLang differs: A 0.5.17, B 0.5.20"),
+        ({"version": "0.5.20"}, "SGLang differs: A 0.5.23, B 0.5.20"),
         ({"flags": {"tp_size": 4}}, "server argument tp_size differs: A 2, B 4"),
         ({"model": "fake/other"}, "the model differs: A fake/model, B fake/other"),
     ],

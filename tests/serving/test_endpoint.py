@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import socket
 import threading
 import time
+import zipfile
 
 import pytest
 
@@ -16,6 +18,7 @@ from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint, Interval
 from bench.serving.server_errors import ServerGone, ServerNonsense, ServerRefused, ServerTimeout
 from deepseek_v4_sm120.commands.disclosure import printable
+from tests.serving.conftest import VERSIONS, wheel
 
 
 @pytest.fixture
@@ -131,6 +134,44 @@ def test_a_streamed_answer_is_the_one_not_streamed(incremental, serve):
     assert answer.ids == endpoint.generate([5, 6, 7], 20, ignore_eos=True).ids and answer.finish == "length"
     assert times.first_s < times.last_s
     assert not incremental or answer.text == "".join(f"<{count}>" for count in sent)
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_stream_that_is_aborted_in_the_queue_repeats_its_end(coalesced):
+    """tokenizer_manager._handle_abort_req, --incremental-streaming-output, a request that was retracted before."""
+
+    def event(ids, text, made, finish=None):
+        return Answer.of({"output_ids": ids, "text": text, "meta_info": {"completion_tokens": made}
+                          | {"finish_reason": finish}})  # fmt: skip
+
+    abort = {"type": "abort", "message": "Abort in waiting queue"}
+    answer = Answer([], "")
+    last = [event([7], " c", 3), event([7], "a b c", 3, abort)]
+    for one in (event([5, 6], "a b", 2), *([event([7, 7], " ca b c", 3, abort)] if coalesced else last)):
+        answer = answer.followed_by(one)
+    assert (answer.ids, answer.text, answer.completion_tokens) == ([5, 6, 7], "a b c", 3)
+    assert (answer.finish, answer.finish_message) == ("abort", "Abort in waiting queue")
+    nothing = Answer([], "").followed_by(event([], "", 0, abort))  # before its first token
+    assert (nothing.ids, nothing.finish) == ([], "abort")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_that_is_aborted_while_it_waits_says_so(is_stream, serve):
+    """tokenizer_manager._handle_abort_req of every release: no prompt_tokens, no output."""
+    finish = {"type": "abort", "message": "Abort in waiting queue"}
+    meta = {"id": "1", "finish_reason": finish, "weight_version": "default", "e2e_latency": 0.1, "completion_tokens": 0}
+    endpoint = Endpoint(serve(lie=lambda *_: {"text": "", "output_ids": [], "meta_info": meta}).url, 5)
+    answer = endpoint.stream([5, 6, 7], 20)[0] if is_stream else endpoint.generate([5, 6, 7], 20)
+    assert (answer.finish, answer.finish_message, answer.ids) == ("abort", finish["message"], [])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_an_abort_in_the_queue_tells(version):
+    module = ast.parse(zipfile.ZipFile(wheel(version)).read("sglang/srt/managers/tokenizer_manager.py"))
+    (found,) = (n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == "_handle_abort_req")
+    text = ast.unparse(found)
+    assert "'finish_reason': finish_reason" in text and "prompt_tokens'" not in text
+    assert "output_ids = [output_ids[-1]]" in text and "meta_info['completion_tokens'] = len(output_ids)" in text
 
 
 def test_a_stream_that_miscounts(serve):

@@ -50,6 +50,13 @@ def test_one_difference_is_allowed_by_its_name_only(changed, change):
     assert len(identity.reasons_to_refuse(a, b, [wrong])) == 2  # the difference, and that the named one is not there
 
 
+def test_an_argument_that_one_release_alone_has_is_of_the_release_and_a_changed_value_is_not():
+    a, b = side(), side(version="0.5.20", flags={"tp_size": 2, "launch_order": None})
+    assert identity.reasons_to_refuse(a, b, ["version"]) == []
+    (reason,) = identity.reasons_to_refuse(a, side(version="0.5.20", flags={"tp_size": 4}), ["version"])
+    assert "tp_size differs: A 2, B 4" in reason
+
+
 def test_equal_sides_pass_as_an_a_a_run_and_fail_as_a_comparison():
     assert identity.reasons_to_refuse(side(), side(), ["nothing"]) == []
     assert identity.reasons_to_refuse(side(), side(), ["patch"]) == [

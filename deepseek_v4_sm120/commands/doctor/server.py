@@ -69,6 +69,7 @@ FIELDS = {
     "disable_radix_cache": (SWITCH, False),
     "enable_dp_attention": (SWITCH, False),
     "dp_size": (WHOLE, False),
+    "attn_dp_size": (WHOLE, False),  # 0.5.22 and later, where dp_size is 1 beside it
     "swa_prefix_tails": (WHOLE, False),  # 0.5.21 and later
     "swa_full_tokens_ratio": (SHARE, False),
     "_swa_full_tokens_ratio_explicitly_set": (SWITCH, False),
@@ -104,6 +105,12 @@ class Answers:
         if self.model_type is not None:
             return self.model_type in models_served.MODEL_TYPES
         return "deepseek-v4" in str(self.get("model_path")).lower() or self.get("attention_backend") == "dsv4"
+
+    @property
+    def attention_ranks(self) -> int:
+        """How many data-parallel ranks the attention has."""
+        told = self.get("attn_dp_size") or (self.get("dp_size") if self.get("enable_dp_attention") else 1)
+        return told or 1
 
     @property
     def is_shadowed(self) -> bool:
@@ -153,6 +160,8 @@ def ask(url: str, api_key: str | None = None) -> Answers:
     if not isinstance(info, dict) or "version" not in info:
         raise CommandError(f"{base}/server_info is not what SGLang answers: {one_line(text[:400], 80)!r}")
     model_type = _model_type(base, api_key)
+    if info.get("context_length") is None:  # told only where it was given; else it is the model's
+        info |= {"context_length": _model_length(base, api_key)}
     try:
         metrics = get(f"{base}/metrics", api_key)
     except CommandError as error:
@@ -160,15 +169,27 @@ def ask(url: str, api_key: str | None = None) -> Answers:
     return Answers(info, None if metrics is None else read_metrics(metrics), model_type=model_type)
 
 
+def _told(base: str, paths: tuple[str, ...], api_key: str | None) -> dict:
+    """The object that the first of these routes answers with; an empty one where none does."""
+    try:
+        text = next((text for path in paths if (text := get(f"{base}{path}", api_key))), "")
+        told = json.loads(text)
+    except (CommandError, ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
 def _model_type(base: str, api_key: str | None) -> str | None:
     """model_type of the server's model; None where it does not say."""
-    try:
-        text = get(f"{base}/model_info", api_key) or get(f"{base}/get_model_info", api_key)
-        told = json.loads(text or "")
-    except (CommandError, ValueError, RecursionError):
-        return None
-    found = told.get("model_type") if isinstance(told, dict) else None
+    found = _told(base, ("/model_info", "/get_model_info"), api_key).get("model_type")
     return found if isinstance(found, str) else None
+
+
+def _model_length(base: str, api_key: str | None):
+    """The context that the server's model is served with, as /v1/models tells it; None where it does not."""
+    models_ = _told(base, ("/v1/models",), api_key).get("data")
+    first = models_[0] if isinstance(models_, list) and models_ else None
+    return first.get("max_model_len") if isinstance(first, dict) else None
 
 
 SUMMED = ("num_requests_total", "prompt_tokens_total", "cached_tokens_total")  # by what they were, and where it lay
@@ -270,12 +291,12 @@ def _prefill(a: Answers) -> Iterator[Finding]:
     elif a.version[:3] == (0, 5, 14) and chunk > PREFILL_ROW_LIMIT:
         cost = f"0.5.14 crashes above {PREFILL_ROW_LIMIT} rows in one extend"
         yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
-    elif a.get("enable_dp_attention") and (a.get("dp_size") or 1) > 1 and chunk < LEAST_CHUNK:
-        found = f"{chunk} rows a rank: SGLang divides --chunked-prefill-size by --dp-size"
+    elif a.attention_ranks > 1 and chunk < LEAST_CHUNK:
+        found = f"{chunk} rows a rank: SGLang divides --chunked-prefill-size by the attention's data-parallel ranks"
         cost = (
             "a long prompt is read in as many more passes, each of which reads all experts and waits for its launches"
         )
-        yield warn("prefill chunk", found, cost, f"--chunked-prefill-size {LEAST_CHUNK * a.get('dp_size')}")
+        yield warn("prefill chunk", found, cost, f"--chunked-prefill-size {LEAST_CHUNK * a.attention_ranks}")
     context = a.get("context_length")
     if context is not None and chunk > 0:
         scratch = memory.index_logits_bytes(chunk, context)

@@ -40,9 +40,11 @@ STAGES = (
     ("Loading safetensors", "loading weights"),
     ("Load weight end", "weights are loaded"),
     ("Memory pool end", "the KV cache is allocated"),
-    ("autotun", "tuning kernels"),
-    ("Capture cuda graph begin", "capturing CUDA graphs"),
-    ("Capture cuda graph end", "graphs are captured"),
+    # not "autotune" alone: SGLang logs all its arguments, and one of them has that word
+    ("FlashInfer autotune with", "tuning kernels"),
+    ("Autotuning process starts", "tuning kernels"),
+    ("CUDA graph begin", "capturing CUDA graphs"),
+    ("CUDA graph end", "graphs are captured"),
     ("Uvicorn running", "warming up"),
 )
 
