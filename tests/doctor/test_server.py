@@ -328,6 +328,12 @@ def test_where_our_sums_are_in_place_the_probe_tells_and_not_the_flags():
         ({"enable_dp_attention": True, "dp_size": 4, "chunked_prefill_size": 4096}, None),
         ({"enable_dp_attention": True, "dp_size": 1, "chunked_prefill_size": 1024}, None),
         ({"enable_dp_attention": False, "dp_size": 4, "chunked_prefill_size": 1024}, None),
+        # 0.5.22 and later, however the user spelled it
+        (
+            {"enable_dp_attention": True, "dp_size": 1, "attn_dp_size": 4, "chunked_prefill_size": 1024},
+            "--chunked-prefill-size 16384",
+        ),
+        ({"enable_dp_attention": False, "dp_size": 4, "attn_dp_size": 1, "chunked_prefill_size": 1024}, None),
         ({"chunked_prefill_size": 1024}, None),
     ],
 )

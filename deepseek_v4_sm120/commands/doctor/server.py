@@ -69,6 +69,7 @@ FIELDS = {
     "disable_radix_cache": (SWITCH, False),
     "enable_dp_attention": (SWITCH, False),
     "dp_size": (WHOLE, False),
+    "attn_dp_size": (WHOLE, False),  # 0.5.22 and later: of attention, and dp_size counts replicas
     "swa_prefix_tails": (WHOLE, False),  # 0.5.21 and later
     "swa_full_tokens_ratio": (SHARE, False),
     "_swa_full_tokens_ratio_explicitly_set": (SWITCH, False),
@@ -256,6 +257,12 @@ def _all_reduce(a: Answers) -> Iterator[Finding]:
             yield warn("all-reduce", f"TP{tp} over PCIe", cost, "SGLang 0.5.22 or newer, then " + fix)
 
 
+def _attention_ranks(a: Answers) -> int:
+    """Of data parallel attention, as either release tells them."""
+    of_old = a.get("dp_size") if a.get("enable_dp_attention") else None
+    return a.get("attn_dp_size") or of_old or 1
+
+
 def _prefill(a: Answers) -> Iterator[Finding]:
     chunk = a.get("chunked_prefill_size")
     if chunk is None:
@@ -266,12 +273,12 @@ def _prefill(a: Answers) -> Iterator[Finding]:
     elif a.version[:3] == (0, 5, 14) and chunk > PREFILL_ROW_LIMIT:
         cost = f"0.5.14 crashes above {PREFILL_ROW_LIMIT} rows in one extend"
         yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
-    elif a.get("enable_dp_attention") and (a.get("dp_size") or 1) > 1 and chunk < LEAST_CHUNK:
-        found = f"{chunk} rows a rank: SGLang divides --chunked-prefill-size by --dp-size"
+    elif (sharing := _attention_ranks(a)) > 1 and chunk < LEAST_CHUNK:
+        found = f"{chunk} rows a rank: SGLang divides --chunked-prefill-size by the {sharing} of attention's"
         cost = (
             "a long prompt is read in as many more passes, each of which reads all experts and waits for its launches"
         )
-        yield warn("prefill chunk", found, cost, f"--chunked-prefill-size {LEAST_CHUNK * a.get('dp_size')}")
+        yield warn("prefill chunk", found, cost, f"--chunked-prefill-size {LEAST_CHUNK * sharing}")
     context = a.get("context_length")
     if context is not None and chunk > 0:
         scratch = memory.index_logits_bytes(chunk, context)
