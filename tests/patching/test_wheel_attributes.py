@@ -408,7 +408,6 @@ OURS = {
         "asked",
         "communicator",
         "communicator.sums",
-        "file",
         "place",
         "places[0]",
         "verdict",
