@@ -289,7 +289,11 @@ OBJECTS = {
         "self.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
         "self.model_runner.token_to_kv_pool_allocator": ALLOCATORS,
     },
-    "min_p_tokens": {"sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)},
+    "min_p_tokens": {
+        "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "importlib.import_module(PARALLEL_STATE)": ((STATE,),),
+        "of_rows": ((GROUP,),),
+    },
     "min_p_verify": {
         "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
         "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),

@@ -1,18 +1,20 @@
 """Requests with min_p: each release's own way to send tokens round, with ours around it, between two processes and over
 stand-ins."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.fixes.min_p_tokens import replace_sync_token_ids
+from deepseek_v4_sm120.sglang_patches.names import PARALLEL_STATE
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import content, every_release, fetch
+from tests.patching.wheels import content, every_release, fetch, since
 
 SAMPLER = "sglang.srt.layers.sampler"
-GROUP = "the group"
+GROUP, ROWS = "the group", "those that share prompts' rows"
 
 
 def opened(monkeypatch, model="deepseek_v4", card=True):
@@ -26,10 +28,19 @@ def batch(min_p=True, greedy=False, grammars=None):
     return SimpleNamespace(need_min_p_sampling=min_p, is_all_greedy=greedy, grammars=grammars)
 
 
-def sent(version, monkeypatch, info, cards=2, switch=False):
-    """What is sent round of a batch's tokens, in order."""
+def groups(monkeypatch, of_rows=None):
+    """SGLang's module of groups; of_rows: of the cards that share a prompt's rows, None: not made."""
+    state = ModuleType(PARALLEL_STATE)
+    state._ATTN_CP = of_rows and SimpleNamespace(device_group=of_rows)
+    monkeypatch.setitem(sys.modules, PARALLEL_STATE, state)
+
+
+def sent(version, monkeypatch, info, cards=2, switch=False, of_rows=GROUP, rows=1):
+    """What is sent round of a batch's tokens, in order. cards: in the group for tokens; rows: that of_rows has."""
     calls = []
-    group = {"get_world_size": lambda g: cards, "get_global_rank": lambda g, rank: 4 + rank}
+    groups(monkeypatch, of_rows)
+    sizes = {of_rows: rows, GROUP: cards}
+    group = {"get_world_size": lambda g: sizes[g], "get_global_rank": lambda g, rank: 4 + rank}
     for name, told in group.items():
         monkeypatch.setattr(torch.distributed, name, told)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda t, src, group: calls.append(("broadcast", src, group)))
@@ -51,6 +62,29 @@ def test_the_first_cards_token_is_sent_where_a_request_has_min_p(version, monkey
 
 
 @every_release()
+def test_it_goes_round_those_that_share_prompts_rows_as_well(version, monkeypatch):
+    opened(monkeypatch)
+    both = [("broadcast", 4, GROUP), ("broadcast", 4, ROWS)]
+    assert sent(version, monkeypatch, batch(), of_rows=ROWS, rows=2) == both
+    assert sent(version, monkeypatch, batch(), cards=1, of_rows=ROWS, rows=2) == both[1:]
+    assert sent(version, monkeypatch, batch(), of_rows=ROWS) == sent(version, monkeypatch, batch(), of_rows=None)
+    assert sent(version, monkeypatch, batch(min_p=False), of_rows=ROWS, rows=2) == []
+
+
+@every_release()
+def test_with_context_parallelism_the_group_for_tokens_is_of_one_card(version):
+    """Up to 0.5.21: this model's is data parallel attention to the sampler, and all cards are of one group of rows."""
+    wheel = fetch(version)
+    hook = content(wheel, "sglang/srt/arg_groups/deepseek_v4_hook.py").partition("def validate_deepseek_v4_cp(")[2]
+    is_attentions = "enable_dp_attention = True" in hook or "enable_dp_attention=True" in hook
+    assert is_attentions is not since(version, "0.5.22")
+    sampler = content(wheel, f"{SAMPLER.replace('.', '/')}.py").partition("self.tp_sync_group =")[2]
+    assert sampler.partition("if is_dp_attention_enabled():")[2].lstrip().startswith("self.tp_sync_group = ")
+    whole = content(wheel, f"{PARALLEL_STATE.replace('.', '/')}.py").partition("_ATTN_CP is None")[2]
+    assert "if attn_cp_size == tensor_model_parallel_size:\n        _ATTN_CP = _TP\n" in whole
+
+
+@every_release()
 @pytest.mark.parametrize(("model", "card"), [("deepseek_v4", False), ("llama", True), (None, True)])
 def test_elsewhere_it_stays_sglangs(version, model, card, monkeypatch):
     opened(monkeypatch, model, card)
@@ -69,17 +103,21 @@ def test_who_renormalises_is_who_has_min_p(version):
     assert "renorm" not in rest
 
 
-def _card(rank, store):
+def _card(rank, store, with_rows):
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
     models_served.announced = lambda: {"model_type": "deepseek_v4"}
     device_gate._ask = lambda index: True
+    both, alone = torch.distributed.group.WORLD, [torch.distributed.new_group([card]) for card in (0, 1)][rank]
+    state = sys.modules[PARALLEL_STATE] = ModuleType(PARALLEL_STATE)
+    state._ATTN_CP = SimpleNamespace(device_group=both if with_rows else alone)
     tokens = torch.tensor([7, 11, 30 - rank], dtype=torch.int32)
-    sampler = SimpleNamespace(tp_sync_group=torch.distributed.group.WORLD)
+    sampler = SimpleNamespace(tp_sync_group=alone if with_rows else both)
     replace_sync_token_ids(lambda *_: None)(sampler, tokens, batch())
     assert tokens.tolist() == [7, 11, 30], (rank, tokens)
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_have_the_first_ones_tokens(tmp_path):
-    torch.multiprocessing.spawn(_card, (str(tmp_path / "store"),), nprocs=2, join=True)
+@pytest.mark.parametrize("with_rows", [False, True], ids=["heads", "rows"])
+def test_two_processes_have_the_first_ones_tokens(with_rows, tmp_path):
+    torch.multiprocessing.spawn(_card, (str(tmp_path / "store"), with_rows), nprocs=2, join=True)

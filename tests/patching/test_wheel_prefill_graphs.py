@@ -24,6 +24,7 @@ BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.br
 RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 BACKEND = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend"
 ARGUMENTS, HOOK = "sglang.srt.server_args", "sglang.srt.arg_groups.cuda_graph_hook"
+PARALLEL, WHERE_ASKED = "sglang.srt.arg_groups.parallel_hook", "apply_inkling_prefill_cuda_graph_default"
 ROWS, HEADS, PADDED = 8, 16, 64
 
 operator = pytest.fixture(wo_a.operator.__wrapped__)
@@ -232,7 +233,7 @@ def test_the_setting_asks_in_the_users_place(version, asked, monkeypatch):
     assert resolve(Arguments(cuda_graph_backend_prefill="disabled"))[0] == "disabled"
     assert resolve(Arguments(disable_prefill_cuda_graph=True))[0] == "disabled"
     assert resolve(Arguments(cuda_graph_bs_prefill=[4])) == ("left out", [4])
-    for other in ({"pp_size": 2}, {"enable_lora": True}, {"speculative_algorithm": "DSPARK"}, {"dp_size": 2}):
+    for other in ({"pp_size": 2}, {"enable_lora": True}, {"speculative_algorithm": "DSPARK"}, {"attn_cp_size": 2}):
         assert resolve(Arguments(**other))[1] is None, other
     with_mtp = resolve(Arguments(speculative_algorithm="EAGLE"))[1]
     assert with_mtp == (CAPTURED if since(version, "0.5.23") else None)
@@ -246,10 +247,31 @@ def test_the_setting_asks_in_the_users_place(version, asked, monkeypatch):
 
 
 @every_release("0.5.17")
+@pytest.mark.parametrize("given", [{"dp_size": 2, "enable_dp_attention": True}, {"attn_dp_size": 2}], ids=str)
+def test_data_parallel_attention_has_none_however_it_is_spelled(version, given, asked, monkeypatch):
+    """From 0.5.22 on the old flags are the new one's by the time that graphs are asked for, and dp_size is 1."""
+    has_width = since(version, "0.5.22")
+    if "attn_dp_size" in given and not has_width:
+        return  # no such argument
+    resolve = resolution(version, monkeypatch)
+    arguments = Arguments(**({"attn_dp_size": 1, "enable_dp_attention": False} if has_width else {}) | given)
+    if has_width:
+        names = {"resolving_view": View, "declare_resolution": declare}
+        take(fetch(version), names, "handle_deprecated_dp_attention", PARALLEL)(arguments)
+        assert (arguments.now("attn_dp_size"), arguments.now("dp_size")) == (2, 1)
+        steps = source(fetch(version), "sglang.srt.arg_groups.pipeline")
+        order = [steps.index(f"run_hook({name}, ") for name in ("handle_deprecated_dp_attention", WHERE_ASKED)]
+        assert order == sorted(order)
+    assert resolve(arguments)[1] is None
+
+
+@every_release("0.5.17")
 def test_the_arguments_that_are_looked_at_are_the_releases(version):
     text = "\n".join(source(fetch(version), module) for module in fields_of(version))
     for name in prefill_graphs.PLAIN:
         assert f"\n    {name}: " in text, name
+    for name in prefill_graphs.PLAIN_SINCE_0_5_22:
+        assert (f"\n    {name}: " in text) is since(version, "0.5.22"), name
 
 
 def fields_of(version):

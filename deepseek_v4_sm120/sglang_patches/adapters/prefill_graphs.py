@@ -25,10 +25,12 @@ MTP = ("EAGLE", "NEXTN")  # --speculative-algorithm: the model's own draft layer
 PLAIN = {
     **{"cuda_graph_backend_prefill": None, "cuda_graph_bs_prefill": None, "cuda_graph_max_bs_prefill": None},
     **{"cuda_graph_config": None, "disable_prefill_cuda_graph": False, "disable_cuda_graph": False},
-    **{"nnodes": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "enable_prefill_cp": False, "moe_a2a_backend": "none"},
-    **{"enable_two_batch_overlap": False, "disaggregation_mode": "null", "enable_memory_saver": False},
-    **{"enable_lora": False, "speculative_algorithm": None},
+    **{"nnodes": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "attn_cp_size": 1, "enable_prefill_cp": False},
+    **{"moe_a2a_backend": "none", "enable_two_batch_overlap": False, "disaggregation_mode": "null"},
+    **{"enable_memory_saver": False, "enable_lora": False, "speculative_algorithm": None},
 }
+# The same from 0.5.22 on: data parallel attention, however the user spelled it; dp_size is 1 beside it
+PLAIN_SINCE_0_5_22 = {"attn_dp_size": 1}
 
 
 def captured_rows(most: int) -> list[int]:
@@ -52,7 +54,7 @@ def _asked() -> int:
 
 def replace_function(original: Callable, speculation: tuple[str, ...] = ()) -> Callable:
     """For apply_inkling_prefill_cuda_graph_default(server_args), of 0.5.19 and later."""
-    plain = {name: (None, value) for name, value in PLAIN.items()}
+    plain = {name: (None, value) for name, value in (PLAIN | PLAIN_SINCE_0_5_22).items()}
     plain["speculative_algorithm"] += speculation
 
     @functools.wraps(original)
@@ -60,7 +62,7 @@ def replace_function(original: Callable, speculation: tuple[str, ...] = ()) -> C
         original(server_args)
         read, write = accessors(server_args)
         most = _asked()
-        if not most or any(read(name) not in values for name, values in plain.items()):
+        if not most or any(read(name, None) not in values for name, values in plain.items()):
             return
         config = config_of(server_args)
         if config is None or config.get("model_type") not in models_served.MODEL_TYPES:

@@ -12,15 +12,21 @@ from 0.5.19 on.
 SGLang's own switch (SYNC_TOKEN_IDS_ACROSS_TP) is for all batches, and takes the least of the cards' tokens, of which
 the log-probabilities that were taken before know nothing. Here the first card's token is taken, whose
 log-probabilities are the ones that are told.
+
+With context parallelism of prompts (--enable-prefill-cp) all cards have the batch, too, and each samples for itself. Up
+to 0.5.21 SGLang counts that as data parallel attention, whose group for tokens is that of a batch's heads: of one card.
+So the token goes round those that share the prompts' rows as well.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 
 import torch.distributed
 
+from deepseek_v4_sm120.sglang_patches.names import PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 
@@ -30,11 +36,18 @@ def replace_sync_token_ids(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
-        group = self.tp_sync_group
-        draws = sampling_info.need_min_p_sampling and not sampling_info.is_all_greedy
-        if draws and torch.distributed.get_world_size(group) > 1 and is_ours():
-            first = torch.distributed.get_global_rank(group, 0)
-            torch.distributed.broadcast(batch_next_token_ids, src=first, group=group)
+        if sampling_info.need_min_p_sampling and not sampling_info.is_all_greedy and is_ours():
+            for group in _groups(self.tp_sync_group):
+                first = torch.distributed.get_global_rank(group, 0)
+                torch.distributed.broadcast(batch_next_token_ids, src=first, group=group)
         return original(self, batch_next_token_ids, sampling_info)
 
     return _sync_token_ids_across_tp
+
+
+def _groups(of_heads) -> Iterator:
+    """Of cards that have one batch, by which the first one's token comes to all of them, one behind the other."""
+    of_rows = importlib.import_module(PARALLEL_STATE)._ATTN_CP
+    for group in dict.fromkeys((of_heads, of_heads if of_rows is None else of_rows.device_group)):
+        if torch.distributed.get_world_size(group) > 1:
+            yield group
