@@ -37,6 +37,7 @@ import streams_stage  # noqa: E402
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
 ISSUE = 2  # of the runs themselves
+EXIT_CODE = "exit code of the engine run"
 RESULTS = {  # name of a result file: stages that go into it
     "e2e": ("ops", "prompt32k", "seams", "shadow43", "ops43", "seams43", "launches43"),
     "e2e_operators": ("index", "router"),
@@ -315,7 +316,7 @@ def _prompt_times(case):
 
 def case_rows(name, case, prefill_bars=None):
     impl = IMPLEMENTATIONS[name]
-    rows = [row(name, impl, "exit code of the engine run", case["exit"] if case["exit"] in (0, None) else 1, 0)]
+    rows = [row(name, impl, EXIT_CODE, case["exit"] if case["exit"] in (0, None) else 1, 0)]
     if case["patched"]:
         rows.append(row(name, impl, "processes that applied a patch", len(case["reports"])))
     if "bad_logprobs" in case:
@@ -494,16 +495,24 @@ def collect(stages, commit):
     }
 
 
+def identity(found):
+    return tuple(found[name] for name in ("issue", "case", "impl", "metric"))
+
+
 def added(old, new, is_timed=True):
-    """A result file with what later calls of the same release and device have; of what both have, theirs."""
+    """A result file with what later calls of the same release and device have; of what both have, theirs. Where their
+    engines all ended well, a share without a value is of one that they left out (--only): the older share stays."""
     names = [old["device"]["name"], new["device"]["name"]]
     for name, one, other in (("release", old["sglang"], new["sglang"]), *([("device", *names)] if is_timed else [])):
         if one != other:
             raise SystemExit(f"collect: --add needs the same {name}: the file is of {one}, the stages are of {other}")
     features = merged_features([*old.get("features", []), *new.get("features", [])])
     fresh = [r for r in new["rows"] if not r["case"].startswith(FEATURE)] + feature_rows(features)
-    replaced = {(r["issue"], r["case"], r["impl"], r["metric"]) for r in fresh}
-    kept = [r for r in old["rows"] if (r["issue"], r["case"], r["impl"], r["metric"]) not in replaced]
+    if {r["value"] for r in fresh if r["metric"] == EXIT_CODE} == {0}:
+        known = {identity(r) for r in old["rows"] if r["value"] is not None}
+        fresh = [r for r in fresh if r["value"] is not None or identity(r) not in known]
+    replaced = {identity(r) for r in fresh}
+    kept = [r for r in old["rows"] if identity(r) not in replaced]
     return {
         **old,
         **({"features": features} if features else {}),
