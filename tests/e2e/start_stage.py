@@ -8,9 +8,9 @@ usage: start_stage.py [--harness DIR] [--patch build] [--out $OUT] [--cards 1] [
             it warm; in the third they change cards
 --one-card  the first two of these waves, both servers on one card
 --cards 2   TP2, one server after the other: stock, ours without its own kernels, ours, stock
---only-starts  one server after the other: stock, and behind it, where SGLang's kernels are in their folders, ours, stock,
-            stock, ours; the first of ours still compiles its own. They are asked for nothing but a first token. For
-            what a start differs by from the next
+--only-starts  one server after the other: stock, and behind it, where SGLang's kernels are in their folders, ours,
+            stock, stock, ours; the first of ours still compiles its own. They are asked for nothing but a first token.
+            For what a start differs by from the next
 
 Of each: seconds from the process's start to the first token, and what its log says of the parts. Then it is asked for
 shapes of every kind three times: the first time beyond the others is a pause, and what Triton compiled meanwhile is
