@@ -112,6 +112,7 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         replaced=request.replaced,
         drafts=request.has_draft_head,
         captured=prefill_graphs.captured_rows(captured) if captured else (),
+        halved=request.halved(captured),
         shadow=request.shadow is not None,
     )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
