@@ -9,7 +9,7 @@ from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import fetch
+from tests.patching.wheels import content, every_release, fetch, since
 from tests.test_plan import MTP, arguments, request
 
 DEALT = ",dealt_products=on"  # on two cards
@@ -252,3 +252,36 @@ def test_the_users_own_word_on_prefill_graphs_stands(monkeypatch):
     larger = planned_graphs(prefill_graphs=8192, concurrency=8)
     assert larger[0].chunk <= 4096 and larger[1] == 8192, "SGLang captures as much, whatever the chunk"
     assert asked({"prefill_graphs": "on", "mhc": "off"}) == (1024, f"mhc=off,{interval},prefill_graphs=on{DEALT}")
+
+
+# ---- what is allocated when the pools have their size
+
+
+@pytest.mark.parametrize(("gpus", "drafter"), [(2, 1.82e9), (4, 0.93e9)])
+def test_a_drafter_that_sglang_loads_behind_the_pools_is_kept_free(gpus, drafter):
+    """0.5.12 and 0.5.13 size the pools by what is free without it, and load it from what is left."""
+
+    def planned(sglang, **changes):
+        made = launch.make(request(gpus=gpus, sglang=sglang, context=65_536, **changes))
+        return made, {r.what: r.bytes for r in made.reserves}.get("drafter, loaded behind the pools")
+
+    head_and_embedding = 4 * 129_280 * 4096 / gpus
+    before, held = planned("0.5.13")
+    after, none = planned("0.5.14")
+    alone, nothing = planned("0.5.13", speculation=None)
+    assert held == pytest.approx(drafter + head_and_embedding, rel=0.01) and none is nothing is None
+    assert before.weights == alone.weights == pytest.approx(after.weights - drafter, rel=0.001)
+    assert before.fits and before.left_free > before.off_by
+    _, in_shadow = planned("0.5.13", shadow="1", replaced=("wo_a",))
+    assert in_shadow > held  # wo_a of the drafter's layer in bf16 beside its E4M3
+
+
+@every_release("0.5.12")
+def test_which_releases_load_the_drafter_behind_the_pools(version):
+    text = content(fetch(version), "sglang/srt/managers/scheduler.py")
+    start = text.index("def init_model_worker(self)")
+    asked = text[start : text.index("\n    def ", start)]
+    drafter = asked.index("self.maybe_init_draft_worker()")
+    assert ("self.init_memory_pools()" in asked[drafter:]) is since(
+        version, ".".join(map(str, memory.DRAFTER_FIRST_SINCE))
+    )

@@ -24,6 +24,7 @@ SWA_RATIO = 0.1  # SGLang's for this model
 EVICTION_INTERVAL = 128  # SGLANG_SWA_EVICTION_INTERVAL's default
 CACHED_PREFIXES = 4  # that keep their window, for each request: --swa-prefix-tails' default
 CACHED_CHUNK_TOKENS = 2 * PAGE_TOKENS  # window slots that stay of each chunk of a prompt in the prefix cache
+DRAFTER_FIRST_SINCE = (0, 5, 14)  # the pools are sized when the drafter's weights are there; before, in front of them
 REQUEST_STATES_SINCE = (0, 5, 15)  # the C128 states belong to the request slots; before, to the window's
 PADDED_SINCE = (0, 5, 21)  # entries are priced with their page's padding, the window's slots by the requests
 STATE_BYTES = 4  # fp32
@@ -345,11 +346,13 @@ def reserves(
     captured: Sequence[int] = (),
     halved: tuple[int, int] = (0, 0),
     shadow: bool = False,
+    drafter_behind: float = 0.0,
 ) -> list[Reserve]:
     """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
     the operators that are ours; drafts: whether a draft's head is kept in E4M3; captured: rows of the passes of prompts
     that are captured; halved: rows from which on a pass goes in halves, without graphs and in them, 0: none; shadow:
-    whether SGLang's own run beside ours."""
+    whether SGLang's own run beside ours; drafter_behind: bytes of a drafter that is loaded when the pools have their
+    size, which brings an embedding and a head of its own until it shares the model's."""
     heads = m.heads // tp
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
     experts = experts_bytes(m, tp, chunk, has_experts)
@@ -357,7 +360,10 @@ def reserves(
     of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts, halved[1]) if captured else 0.0
     in_halves = 0 < halved[0] <= chunk
     tables, of_tables = row_tables_bytes(chunk, context), "[chunk, context / 256] and [chunk, context / 128] int32"
-    selection = []
+    behind, selection = [], []
+    if drafter_behind:
+        loaded = drafter_behind + 4 * m.vocab * m.hidden / tp
+        behind = [Reserve("drafter, loaded behind the pools", loaded, "its weights; SGLang sizes the pools first")]
     if "index_select" in replaced:
         own = INDEX_SELECT_PREFILL_BYTES + INDEX_SELECT_DECODE_BYTES
         basis = "index_select's own bounds, at any context"
@@ -368,6 +374,7 @@ def reserves(
         selection.append(Reserve("index logits, chunk and graphs", logits, basis))
     return [
         Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate", 1.5 * GIB * ESTIMATE_OFF_BY),
+        *behind,
         Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
         *(
             [Reserve("prefill graphs", of_prompts, "estimate, by two H200 and four H100", of_prompts * ESTIMATE_OFF_BY)]
