@@ -1,12 +1,15 @@
 """What `plan` makes of prefill graphs: their memory, where they serve, what they may cost, and the user's own word."""
 
 import pytest
+import torch
 
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.plan import command, launch, memory, models
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
+from tests.patching.test_wheel_wo_a import take
+from tests.patching.wheels import content, every_release, fetch, since
 from tests.test_plan import MTP, arguments, request
 
 DEALT = ",dealt_products=on"  # on two cards
@@ -31,6 +34,82 @@ def test_what_prefill_graphs_hold_is_what_sglang_said_that_it_captured():
     by_context = [memory.prefill_graphs_bytes(models.FLASH, 2, usual, 1 << n, True) for n in (15, 20)]
     rows, widths = sum(usual), [(1 << n) * 4 * (1 / 256 + 1 / 128) for n in (15, 20)]
     assert by_context[1] - by_context[0] == pytest.approx(rows * (widths[1] - widths[0]), rel=0.01)
+
+
+def test_a_pass_has_a_line_of_page_table_and_lists_for_each_row_and_halves_have_theirs_beside_it():
+    """At a million tokens 0.4 GB of a chunk of 8,192 rows, and as much again where it goes in halves."""
+    assert memory.row_tables_bytes(10, 8192) == 10 * 4 * (32 + 64)
+    sizes = {"tp": 4, "context": 1 << 20, "chunk": 8192, "rows": 1}
+    table, lists = 8192 * 4096 * 4, 8192 * 8192 * 4
+
+    def held(**more):
+        return next(r.bytes for r in memory.reserves(models.FLASH, **sizes, **more) if "page table" in r.what)
+
+    assert held() == held(halved=(8193, 0)) == table + lists
+    assert held(halved=(4096, 0)) == held(halved=(8192, 0)) == 2 * (table + lists)
+    captured = (1024, 4096, 8192)
+    whole, one, both = (
+        memory.prefill_graphs_bytes(models.FLASH, 4, captured, 1 << 20, True, rows) for rows in (0, 4097, 4096)
+    )
+    assert one - whole == table + lists and both - whole == 1.5 * (table + lists)
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.20", "0.5.22", "0.5.23"])
+def test_sglangs_page_table_has_a_line_for_each_row(version):
+    folder, name = "sglang/kernels/ops/attention", "attn_metadata_kernels.py"
+    path = f"{folder}/dsv4/{name}" if version == "0.5.23" else f"{folder}/dsv4_{name}"
+    names = {"torch": torch, "PageTablePositionsResult": lambda **made: made}
+    module = path.removesuffix(".py").replace("/", ".")
+    build = take(fetch(version), names, "build_page_table_positions", module)
+    rows, context = 24, 8192
+    made = build(
+        req_to_token=torch.zeros(2, context, dtype=torch.int32),
+        req_pool_indices_repeated=torch.tensor([0, 1]).repeat_interleave(rows // 2),
+        seq_lens_casual=torch.arange(1, rows + 1),
+        max_seq_len=context,
+        page_size=memory.PAGE_TOKENS,
+        swa_window=128,
+    )
+    table = made["page_table"]
+    assert table.nbytes + memory.c128_list_bytes(rows, context) == memory.row_tables_bytes(rows, context)
+
+
+@pytest.mark.parametrize(
+    ("changes", "captured", "halved"),
+    [
+        ({}, 8192, (4096, 4096)),
+        ({}, 1024, (4096, 0)),  # tried out by a server, in no graph
+        ({"sglang": "0.5.22"}, 8192, (0, 0)),
+        ({"sglang": "0.5.22", "also_set": {"prompts_in_halves": "on"}}, 8192, (4096, 0)),
+        ({"also_set": {"prompts_in_halves": "on"}}, 8192, (4096, 0)),
+        ({"also_set": {"prompts_in_halves": "1024"}}, 2048, (2048, 2048)),
+        ({"also_set": {"prompts_in_halves": "1024"}, "sglang": "0.5.22"}, 2048, (2048, 0)),
+        ({"also_set": {"prompts_in_halves": "off"}}, 8192, (0, 0)),
+        ({"also_set": {"prompts_in_halves": "on"}, "sglang": "0.5.13"}, 8192, (0, 0)),
+        ({"prefill_graphs": 8192}, 8192, (4096, 0)),  # the user's own, with which a plan sets no halves
+        ({"also_set": {"dealt_streams": "on"}}, 8192, (0, 0)),
+        ({"also_set": {"reproducible": "on"}}, 8192, (4096, 4096)),
+        ({"also_set": {"reproducible": "on"}, "gpus": 4}, 8192, (0, 0)),
+        ({"shadow": "1"}, 8192, (0, 0)),
+        ({"off": True}, 8192, (0, 0)),
+        ({"gpus": 1}, 8192, (0, 0)),
+    ],
+)
+def test_which_passes_go_in_halves(changes, captured, halved):
+    asked = request(**({"speculation": None, "gpus": 2, "sglang": "0.5.23"} | changes))
+    assert asked.halved(captured) == halved
+
+
+def test_a_plan_in_halves_keeps_their_tables_free():
+    """Two cards, one stream, chunks of 8,192: a plan with halves has both, and no longer says less than they take."""
+    plan, rows, held, said = planned_graphs(concurrency=1, context=393_216)
+    assert plan.halves and "prompts_in_halves=2048" in said
+    of = {r.what: r.bytes for r in plan.reserves}
+    tables = memory.row_tables_bytes(8192, 393_216)
+    assert of["page table and C128 lists of a prefill chunk"] == 2 * tables
+    sizes = prefill_graphs.captured_rows(rows)
+    assert held == memory.prefill_graphs_bytes(models.FLASH, 2, sizes, 393_216, True, 4096)
+    assert held - memory.prefill_graphs_bytes(models.FLASH, 2, sizes, 393_216, True) > 2 * tables
 
 
 def test_prefill_graphs_are_planned_where_they_serve_and_their_memory_is_kept_free():
@@ -173,3 +252,36 @@ def test_the_users_own_word_on_prefill_graphs_stands(monkeypatch):
     larger = planned_graphs(prefill_graphs=8192, concurrency=8)
     assert larger[0].chunk <= 4096 and larger[1] == 8192, "SGLang captures as much, whatever the chunk"
     assert asked({"prefill_graphs": "on", "mhc": "off"}) == (1024, f"mhc=off,{interval},prefill_graphs=on{DEALT}")
+
+
+# ---- what is allocated when the pools have their size
+
+
+@pytest.mark.parametrize(("gpus", "drafter"), [(2, 1.82e9), (4, 0.93e9)])
+def test_a_drafter_that_sglang_loads_behind_the_pools_is_kept_free(gpus, drafter):
+    """0.5.12 and 0.5.13 size the pools by what is free without it, and load it from what is left."""
+
+    def planned(sglang, **changes):
+        made = launch.make(request(gpus=gpus, sglang=sglang, context=65_536, **changes))
+        return made, {r.what: r.bytes for r in made.reserves}.get("drafter, loaded behind the pools")
+
+    head_and_embedding = 4 * 129_280 * 4096 / gpus
+    before, held = planned("0.5.13")
+    after, none = planned("0.5.14")
+    alone, nothing = planned("0.5.13", speculation=None)
+    assert held == pytest.approx(drafter + head_and_embedding, rel=0.01) and none is nothing is None
+    assert before.weights == alone.weights == pytest.approx(after.weights - drafter, rel=0.001)
+    assert before.fits and before.left_free > before.off_by
+    _, in_shadow = planned("0.5.13", shadow="1", replaced=("wo_a",))
+    assert in_shadow > held  # wo_a of the drafter's layer in bf16 beside its E4M3
+
+
+@every_release("0.5.12")
+def test_which_releases_load_the_drafter_behind_the_pools(version):
+    text = content(fetch(version), "sglang/srt/managers/scheduler.py")
+    start = text.index("def init_model_worker(self)")
+    asked = text[start : text.index("\n    def ", start)]
+    drafter = asked.index("self.maybe_init_draft_worker()")
+    assert ("self.init_memory_pools()" in asked[drafter:]) is since(
+        version, ".".join(map(str, memory.DRAFTER_FIRST_SINCE))
+    )

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 LIMIT_BYTES = 64 << 20  # a report with a full table of shadow records has 10 MB
-MOST_REPORTS = 1024  # read from one folder: those of the highest process numbers
+MOST_REPORTS = 1024  # read from one folder: those whose process number is one that runs here, then the newest
 TRIAL_BYTES = 64 << 10  # a full disk still takes empty files, some even short ones
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _written: dict[Path, tuple[int, ...]] = {}  # by this process: path -> _identity
@@ -22,7 +22,7 @@ def replace(folder: Path, name: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / name
     try:
-        if _written.get(final) != _identity(final):
+        if _written.get(final) != _identity(final) and not _is_empty(final):
             _parsed(final)
     except FileNotFoundError:
         pass
@@ -53,13 +53,16 @@ def problem(folder: str | Path) -> str | None:
 def read(folder: str | Path) -> tuple[list[dict], list[str]]:
     """(the reports in the folder, a sentence for each file and thing that is none)."""
     try:
-        names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(".json")]
+        ranks = {entry.name: _rank(entry) for entry in os.scandir(folder) if entry.name.endswith(".json")}
     except OSError as error:
         return [], [] if isinstance(error, FileNotFoundError) else [f"{folder}: {_words(error)}"]
-    names.sort(key=lambda name: int(name[:-5]) if name[:-5].isdecimal() else -1)
-    problems = [f"{folder}: only the last {MOST_REPORTS} of {len(names)} files"] if len(names) > MOST_REPORTS else []
+    names = sorted(ranks, key=ranks.get)[-MOST_REPORTS:]
+    many = (
+        f"{folder}: only the last {MOST_REPORTS} of {len(ranks)} files; those of servers that have ended may be deleted"
+    )
+    problems = [many] if len(ranks) > MOST_REPORTS else []
     found = []
-    for name in names[-MOST_REPORTS:]:
+    for name in sorted(names, key=_number):
         try:
             found.append(_parsed(Path(folder, name)))
         except FileNotFoundError:  # gone since: its process wrote it anew
@@ -67,6 +70,26 @@ def read(folder: str | Path) -> tuple[list[dict], list[str]]:
         except (OSError, ValueError) as error:
             problems.append(f"{Path(folder, name)}: {_words(error)}")
     return found, problems
+
+
+def _is_empty(path: Path) -> bool:
+    """A file with nothing in it: what some file systems have of one that was written when the power failed. In a
+    container the next server's processes have the same numbers."""
+    status = os.lstat(path)
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
+
+
+def _number(name: str) -> int:
+    """Of the process whose report has this name; -1 of a name that is none of a report's."""
+    return int(name[:-5]) if name[:-5].isdecimal() else -1
+
+
+def _rank(entry: os.DirEntry) -> tuple[bool, int]:
+    """The greatest are read: a server that runs for weeks has older reports than many that have ended since."""
+    is_there = os.path.exists(f"/proc/{_number(entry.name)}")
+    with contextlib.suppress(FileNotFoundError):  # gone since
+        return is_there, entry.stat(follow_symlinks=False).st_mtime_ns
+    return False, 0
 
 
 def _identity(path: Path) -> tuple[int, ...]:

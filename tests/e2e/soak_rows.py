@@ -23,7 +23,11 @@ IMPLEMENTATIONS = {
 ISSUE = 23
 SURE = 2.0  # standard errors
 TENTHS = 10
-SLOPE_BARS = {"host memory": 100.0, "memory of the card": 100.0}  # MiB an hour of which one is sure
+# of a card: by the driver; by torch's allocators of the schedulers, what they gave out and what they hold; the rest, in
+# which CUDA's own, loaded kernels, NCCL's buffers and what we allocate past torch are
+DRIVERS, ALLOCATED, RESERVED = "memory of the card", "allocated by torch", "reserved by torch"
+BESIDE = "memory of the card beside torch's"
+SLOPE_BARS = {"host memory": 100.0, DRIVERS: 100.0, BESIDE: 100.0}  # MiB an hour of which one is sure
 LOSS_BAR = 2.0  # per cent of throughput
 # with nothing running, after the load more than before it: what a client's leftovers may be
 MORE_BARS = {"file handles": 8, "threads": 8, "processes": 0, "entries in /dev/shm": 0, "KV tokens in use": 0}
@@ -66,7 +70,14 @@ def slope_rows(add, what: str, calls: list) -> None:
     is_known = all(math.isfinite(off) for half in halves for _, off in half)  # of each call: else nobody looked there
     add(f"{what}, MiB an hour", slope if is_known else None)
     add(f"{what}, standard error, MiB an hour", error if is_known else None)
-    add(f"{what}, MiB an hour of which one is sure", sure if is_known else None, SLOPE_BARS[what])
+    add(f"{what}, MiB an hour of which one is sure", sure if is_known else None, SLOPE_BARS.get(what))
+
+
+def added(calls: list, signs: tuple = ()) -> list:
+    """Series of the same blocks of time as one, where all have a value. signs: 1 or -1 each; none: all are added."""
+    values = [dict(points) for points in calls]
+    times = [t for t, _ in calls[0] if all(t in of for of in values)] if calls else []
+    return [[t, sum(sign * of[t] for sign, of in zip(signs or [1] * len(values), values, strict=True))] for t in times]
 
 
 def tenths(buckets: list) -> list:
@@ -195,26 +206,40 @@ def compile_rows(add, calls: list, ours: bool) -> None:
 
 
 def card_rows(row, cards: dict) -> list:
-    """{card: a series of each call}"""
+    """{card: {what of it is known: a series of each call}}"""
     rows = []
-    for card, calls in sorted(cards.items()):
+    for card, known in sorted(cards.items()):
         case = f"soak, card {card}, all servers"
 
         def add(metric, value, bar=None, case=case):
             rows.append(row(case, "all servers of a call", metric, value, bar, ISSUE))
 
-        slope_rows(add, "memory of the card", calls)
+        for what, calls in known.items():
+            slope_rows(add, what, calls)
+            rises = [points[-1][1] - points[0][1] for points in calls if points]
+            add(f"{what}, end less beginning, MiB", max(rises, default=None))
     return rows
+
+
+def of_card(card: str, soak: dict) -> dict:
+    """{what is known of a card: its series}; of a call that did not ask torch the driver's alone."""
+    found = {DRIVERS: soak["cards"].get(card, [])}
+    if "allocators" in soak:
+        of_torch = soak["allocators"].get(card, {})
+        found |= {what: of_torch.get(what, []) for what in (ALLOCATED, RESERVED)}
+        found[BESIDE] = added([found[DRIVERS], found[RESERVED]], (1, -1))
+    return found
 
 
 def rows(row, soaks: list) -> list:
     """soaks: `soak` of each stage file."""
     names = list(dict.fromkeys(name for soak in soaks for name in soak["servers"]))
     found = [one for n in names for one in server_rows(row, n, [s["servers"][n] for s in soaks if n in s["servers"]])]
-    cards = {}
+    cards: dict = {}
     for soak in soaks:
-        for card, series in soak["cards"].items():
-            cards.setdefault(card, []).append(series)
+        for card in soak["cards"]:
+            for what, series in of_card(card, soak).items():
+                cards.setdefault(card, {}).setdefault(what, []).append(series)
     if soaks and not cards:
-        cards = {"unknown": [[]]}  # nobody looked: a bar that is missed
+        cards = {"unknown": {DRIVERS: [[]]}}  # nobody looked: a bar that is missed
     return found + card_rows(row, cards)

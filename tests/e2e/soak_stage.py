@@ -45,6 +45,7 @@ from tests.e2e.callers_cards import of_callers, stages_number  # noqa: E402
 from tests.e2e.faults_stage import MARK, processes_of  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
 from tests.e2e.serving_stage import load_harness  # noqa: E402
+from tests.e2e.soak_rows import ALLOCATED, RESERVED, added  # noqa: E402
 from tests.e2e.stages import (  # noqa: E402
     EVERY_CALL,
     FEW_EXPERTS,
@@ -129,6 +130,17 @@ def blocks(points: list, begin: float, end: float, block_s: float) -> list:
     return found
 
 
+def told_last(points: list, begin: float, end: float, block_s: float) -> list:
+    """The same of what holds until something else is told, for STALE_S at most: what was told last in front of a
+    block's end."""
+    found = []
+    for i in range(int((end - begin) / block_s)):
+        until = begin + (i + 1) * block_s
+        inside = [v for t, v in points if until - STALE_S < t < until]
+        found += [[(i + 0.5) * block_s, inside[-1]]] if inside else []
+    return found
+
+
 def buckets(answers: list, begin: float, end: float) -> list:
     """Tokens of each second; an answer's are spread evenly over the time from its request to its end."""
     found = [0.0] * int(end - begin)
@@ -177,6 +189,7 @@ class Server:
         self.port = stage.arguments.port + 1500 * list(SERVERS).index(name)
         self.watch = stage.arguments.work / f"{name}_watch"
         self.points: list = []  # (time, of_processes)
+        self.allocators: dict = {}  # (card, ALLOCATED or RESERVED) -> {process: [(time, MiB)]}
         self.pids, self.looked = [], -LOOK_S
         self.found: dict = {"problem": None, "left_out": {}, "stuck": 0}
         self.pool: concurrent.futures.ProcessPoolExecutor | None = None
@@ -220,6 +233,19 @@ class Server:
         if now - self.looked >= LOOK_S:
             self.pids, self.looked = list(self.living()), now
         self.points.append((now, of_processes(self.pids)))
+        self.note_allocators()
+
+    def note_allocators(self) -> None:
+        """What the plugin says that torch holds of each card, which it numbers as the server does."""
+        numbers = ("0" if self.stage.arguments.one_card else self.kind.cards).split(",")
+        for path in self.watch.glob("*.json"):
+            told = json.loads(path.read_text())
+            for number, sizes in told["cards"].items():
+                for what, size in zip((ALLOCATED, RESERVED), sizes, strict=True):
+                    of_card = self.allocators.setdefault((numbers[int(number)], what), {})
+                    points = of_card.setdefault(path.stem, [])
+                    if not points or points[-1][0] < told["at"]:
+                        points.append((told["at"], size / 2**20))
 
     # ---- the phases
 
@@ -398,7 +424,17 @@ class Stage:
             if "markers" not in server.found:
                 server.found.pop("load", None)
                 server.found["problem"] = server.found["problem"] or "it did not come to its end"
-        return {"servers": {name: server.found for name, server in self.servers.items()}, "cards": cards}
+        found = {name: server.found for name, server in self.servers.items()}
+        return {"servers": found, "cards": cards, "allocators": self.of_allocators(*window)}
+
+    def of_allocators(self, begin: float, end: float) -> dict:
+        """{card: {ALLOCATED or RESERVED: a series of all processes together}}"""
+        each: dict = {}
+        for server in self.servers.values():
+            for (card, what), of_processes in server.allocators.items():
+                series = [told_last(points, begin, end, self.arguments.block_s) for points in of_processes.values()]
+                each.setdefault(card, {}).setdefault(what, []).extend(series)
+        return {card: {what: added(series) for what, series in of_card.items()} for card, of_card in each.items()}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -73,13 +73,16 @@ def leak():
         time.sleep(0.04)
         held.extend((b"x" * (1 << 20), open(os.devnull)))
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+def held_of_cards():  # as the server numbers those that it sees; of the one that dies none
+    held = 1000 + (time.monotonic() * 300 if name == "plain" else 0)
+    return {{}} if name == "tp2" else {{"0": [900 << 20, int(held) << 20]}}
 def tell():
     while True:
         grown = len(held)
         words = {{"streams": 2 + grown, "captures": 3, "given": 640 + 32 * grown}}
         state = {{"at": time.monotonic(), "allocated": (1 + 10 * grown) << 20, "words": words, "cached": 9,
                  "cached_without_limit": 4 + grown, "contained": {{"ops.mhc._known": 1 + grown}},
-                 "halves": int(100 * time.monotonic())}}
+                 "halves": int(100 * time.monotonic()), "cards": held_of_cards()}}
         draft = watch / "1.part"
         draft.write_text(json.dumps(state))
         draft.replace(watch / "1.json")
@@ -195,6 +198,69 @@ def test_a_card_that_fills_is_found(soaked):
     assert found["soak"]["cards"].keys() == {"0", "1"}
     assert rows["card 0", "memory of the card, MiB an hour of which one is sure"]["met"] is False
     assert rows["card 1", "memory of the card, MiB an hour of which one is sure"]["met"] is True
+
+
+def test_whose_the_memory_of_a_card_is(soaked):
+    """Of card 0 torch holds more and more; of card 1 as much as before, and nobody else either."""
+    _, rows, found = soaked
+    slopes = {card: rows[f"card {card}", "reserved by torch, MiB an hour"]["value"] for card in "01"}
+    assert slopes["0"] > 100_000 and abs(slopes["1"]) < 1
+    assert rows["card 0", "reserved by torch, end less beginning, MiB"]["value"] > 100
+    assert {value for _, value in found["soak"]["allocators"]["1"]["allocated by torch"]} == {900.0}
+    assert rows["card 1", "memory of the card beside torch's, end less beginning, MiB"]["value"] == pytest.approx(0)
+    assert rows["card 1", "memory of the card beside torch's, MiB an hour of which one is sure"]["met"] is True
+
+
+def test_what_processes_hold_of_a_card_is_added_up(tmp_path):
+    """A server of two cards numbers them 0 and 1; with one card for all there is the first."""
+
+    def told(pid: int, at: float, **cards) -> None:
+        (tmp_path / f"{pid}.json").write_text(
+            json.dumps({"at": at, "cards": {n[1:]: held for n, held in cards.items()}})
+        )
+
+    def of(kind: str, one_card: bool) -> soak_stage.Server:
+        server = object.__new__(soak_stage.Server)
+        server.kind, server.watch, server.allocators = soak_stage.SERVERS[kind], tmp_path, {}
+        server.stage = SimpleNamespace(arguments=SimpleNamespace(one_card=one_card))
+        return server
+
+    both, second, shared = of("tp2", False), of("eagle314", False), of("eagle314", True)
+    for at in (0.5, 1.5, 2.5):
+        told(1, at, _0=[1 << 20, 8 << 20])
+        told(2, at, _1=[2 << 20, int(16 + at) << 20])
+        for _ in range(2):  # what was told before is not told again
+            both.note_allocators()
+    (tmp_path / "2.json").unlink()
+    second.note_allocators(), shared.note_allocators()
+    assert both.allocators["1", soak_rows.RESERVED] == {"2": [(0.5, 16), (1.5, 17), (2.5, 18)]}
+    assert both.allocators["0", soak_rows.ALLOCATED] == {"1": [(0.5, 1), (1.5, 1), (2.5, 1)]}
+    assert {card for card, _ in second.allocators} == {"1"} and {card for card, _ in shared.allocators} == {"0"}
+    stage = object.__new__(soak_stage.Stage)
+    stage.servers, stage.arguments = {"tp2": both, "eagle314": second}, SimpleNamespace(block_s=1.0)
+    found = stage.of_allocators(2.0, 3.0)
+    assert found["1"] == {soak_rows.ALLOCATED: [[0.5, 3.0]], soak_rows.RESERVED: [[0.5, 26.0]]}
+    assert found["0"] == {soak_rows.ALLOCATED: [[0.5, 1.0]], soak_rows.RESERVED: [[0.5, 8.0]]}
+
+
+def test_memory_of_a_card_that_nobody_asked_torch_for_is_the_drivers_alone():
+    of_driver = [[t, 100.0 + t] for t in range(2, 120, 4)]
+    old, new = {"cards": {"0": of_driver}}, {"cards": {"0": of_driver}, "allocators": {}}
+    assert soak_rows.of_card("0", old) == {soak_rows.DRIVERS: of_driver}
+    rows = {r["metric"]: r for r in soak_rows.rows(collect.row, [{"servers": {}, **new}])}
+    assert rows["memory of the card beside torch's, MiB an hour of which one is sure"]["met"] is False
+    assert rows["memory of the card, end less beginning, MiB"]["value"] == 116
+
+
+def test_the_plugin_asks_for_every_card_of_its_process(monkeypatch):
+    """A thread's current card is the first, whichever the scheduler has."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda card=0: (0, 5, 0)[card])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda card=0: (0, 9, 2)[card])
+    state = engine_watch.state()
+    assert state["cards"] == {1: [5, 9], 2: [0, 2]} and state["allocated"] == 5
 
 
 def test_servers_of_one_card_share_it(capsys, monkeypatch):

@@ -26,6 +26,7 @@ from deepseek_v4_sm120.specs import mhc as mhc_spec
 from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
 from deepseek_v4_sm120.specs import wo_a as wo_a_spec
+from tests.emulator import emulated as emulator
 from tests.emulator.emulated import emulated, group, on_cards, ran
 
 SEEDS = (1, 2)
@@ -234,6 +235,22 @@ def test_sparse_decode_over_blocks(leaves):
         assert ran("sparse_decode_kernel")
 
 
+def test_sparse_decode_when_a_rows_counter_wraps(monkeypatch):
+    """A row's counter grows by 64 a call: by 2**32 within 65 minutes of 400 steps a second and 43 layers."""
+    extra = sparse_spec.CacheShape(64, 192, lengths=(192, 190), ascending=True)
+    inputs = sparse_spec.make_inputs(sparse_spec.Shape(2, 16, sparse_spec.WINDOW, extra), seed=3, device="cpu")
+    made: dict = {}
+    monkeypatch.setattr(emulator, "_words_of", made)
+    with emulated(seed=3, multiprocessors=6):
+        first = sparse_decode.sparse_decode(**inputs.arguments(), prefill=False, pairs=False)
+        (control,) = made.values()
+        counters = control.nonzero()[:, 0].tolist()
+        assert len(counters) == 2 and set(control[counters].tolist()) == {64}, "of each row, which blocks share"
+        control[counters] = -128
+        found = [sparse_decode.sparse_decode(**inputs.arguments(), prefill=False, pairs=False) for _ in range(3)]
+    assert all(same(one, first) for one in found) and set(control[counters].tolist()) == {64}
+
+
 @schedules
 @pytest.mark.parametrize("rows, kernels", [(1, "fused"), (3, "split"), (17, "fused"), (40, "many")])
 def test_mhc(choices, rows, kernels):
@@ -302,6 +319,25 @@ def test_sums_between_cards(choices, ranks, transport):
         assert all(torch.equal(one.isnan(), expected.isnan()) for one in gathered)
         assert all(torch.equal(one.nan_to_num(), expected.nan_to_num()) for one in gathered)
         assert [one.fault() for one in cards] == [None] * ranks
+        for one in cards:
+            one.close()
+
+
+@pytest.mark.parametrize("algorithm", all_reduce_op.ALGORITHMS)
+@pytest.mark.parametrize("transport", all_reduce_op.TRANSPORTS)
+@schedules
+def test_sums_between_cards_when_the_counter_wraps(choices, transport, algorithm):
+    """It grows by 1,024 a call: by 2**32 within two minutes of 400 steps a second and 86 sums. What a call leaves has
+    to be wiped by the one two behind it, on both sides of the border."""
+    with emulated(**choices | {"multiprocessors": 4}):
+        cards = group(2, transport=transport, hidden=HIDDEN, max_rows=32)
+        for one in cards:
+            one._state[0] = -5 << 10
+        for call, rows in enumerate((3, 1, 32, 2, 7, 1, 16, 5, 32, 1)):
+            terms = all_reduce.make_terms(2, rows, call, hidden=HIDDEN)
+            sums = on_cards(functools.partial(all_reduce_op.all_reduce, algorithm=algorithm), terms, cards)
+            assert [all_reduce.differing(one, terms) for one in sums] == [0, 0]
+        assert [int(one._state[0]) for one in cards] == [5 << 10] * 2
         for one in cards:
             one.close()
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.patching import report, report_files
+from deepseek_v4_sm120.patching import lifetime, report, report_files
 from deepseek_v4_sm120.settings import Settings
 from tests.patching.small_host import make
 
@@ -85,6 +85,13 @@ def test_nothing_that_is_not_ours_is_followed_overwritten_or_waited_for(host, sa
     assert kind != "file" or (folder / NAME).read_text() == "somebody's notes"
     reports, problems = in_time(lambda: report_files.read(folder))
     assert reports == [] and len(problems) == 1 and words in problems[0]
+
+
+def test_what_a_power_failure_left_of_a_report_is_replaced(host, said, tmp_path):
+    host()
+    (tmp_path / NAME).touch()
+    report.write(engine_with(tmp_path))
+    assert not said and json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
 
 
 def test_a_link_under_the_name_of_a_draft_is_not_followed(host, said, tmp_path):
@@ -191,10 +198,22 @@ def test_no_folder_a_file_and_too_many(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     assert report_files.read(tmp_path / "file")[1] == [f"{tmp_path / 'file'}: Not a directory"]
     monkeypatch.setattr(report_files, "MOST_REPORTS", 2)
-    for pid in (9, 10, 11):
+    for pid in (lifetime.MOST + 9, lifetime.MOST + 10, lifetime.MOST + 11):  # numbers that no process has
         (tmp_path / f"{pid}.json").write_text(json.dumps({**REPORT, "pid": pid}))
     reports, problems = report_files.read(tmp_path)
-    assert [one["pid"] for one in reports] == [10, 11] and "only the last 2 of 3 files" in problems[0]
+    assert len(reports) == 2 and "only the last 2 of 3 files" in problems[0]
+
+
+def test_of_too_many_reports_those_of_who_runs_are_read_then_the_newest(tmp_path, monkeypatch):
+    """Weeks of restarts in one folder: numbers begin anew with the machine, and a server that runs wrote long ago."""
+    monkeypatch.setattr(report_files, "MOST_REPORTS", 3)
+    ended = [lifetime.MOST + n for n in range(1, 6)]
+    for age, pid in enumerate([*reversed(ended), os.getpid()]):  # the greatest numbers are the oldest but for this one
+        (tmp_path / f"{pid}.json").write_text(json.dumps({**REPORT, "pid": pid}))
+        at = 0 if pid == os.getpid() else 1_000 + age
+        os.utime(tmp_path / f"{pid}.json", (at, at))
+    reports, _ = report_files.read(tmp_path)
+    assert [one["pid"] for one in reports] == [os.getpid(), *ended[:2]]
 
 
 def test_a_folder_that_can_be_made_is_no_problem_and_is_not_made(tmp_path):

@@ -102,7 +102,9 @@ def _best(plans: list[Plan]) -> Plan:
 
 def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Plan:
     m, tp, version = request.model, request.gpus, request.version
-    total = request.memory_mib * (1 << 20)
+    total, drafts = request.memory_mib * (1 << 20), request.rows > 0
+    is_behind = drafts and version < memory.DRAFTER_FIRST_SINCE
+    weights = _weights(request, drafts and not is_behind)
     reserves = memory.reserves(
         m,
         tp=tp,
@@ -112,14 +114,13 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         replaced=request.replaced,
         drafts=request.has_draft_head,
         captured=prefill_graphs.captured_rows(captured) if captured else (),
+        halved=request.halved(captured),
         shadow=request.shadow is not None,
+        drafter_behind=_weights(request, True) - weights if is_behind else 0.0,
     )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
     fraction = math.floor((1 - outside / total) / STEP) * STEP
     fraction = round(max(0.0, min(memory.MOST_FRACTION, fraction)), 2)  # as it is given to the server
-    weights = memory.weight_bytes(m, tp, drafts=request.rows > 0, wo_a_bf16=request.wo_a_bf16)
-    if request.shadow is not None:
-        weights += memory.shadow_bytes(m, tp, drafts=request.rows > 0, replaced=request.replaced)
     sized = functools.partial(memory.pools, m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
     pools, room, tails = sized(), fraction * total - weights, None
     if request.may_keep_prefixes:
@@ -128,6 +129,15 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         pools = pools if tails is None else sized(prefix_tails=tails)
     tokens = pools.tokens(room)
     return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, prefix_tails=tails)
+
+
+def _weights(request: Request, drafts: bool) -> float:
+    """Of a card, with what shadow mode holds twice; drafts: the drafter's as well."""
+    m, tp = request.model, request.gpus
+    weights = memory.weight_bytes(m, tp, drafts=drafts, wo_a_bf16=request.wo_a_bf16)
+    if request.shadow is not None:
+        weights += memory.shadow_bytes(m, tp, drafts=drafts, replaced=request.replaced)
+    return weights
 
 
 def _prefill_rate(gpus: int) -> float:

@@ -24,6 +24,7 @@ SWA_RATIO = 0.1  # SGLang's for this model
 EVICTION_INTERVAL = 128  # SGLANG_SWA_EVICTION_INTERVAL's default
 CACHED_PREFIXES = 4  # that keep their window, for each request: --swa-prefix-tails' default
 CACHED_CHUNK_TOKENS = 2 * PAGE_TOKENS  # window slots that stay of each chunk of a prompt in the prefix cache
+DRAFTER_FIRST_SINCE = (0, 5, 14)  # the pools are sized when the drafter's weights are there; before, in front of them
 REQUEST_STATES_SINCE = (0, 5, 15)  # the C128 states belong to the request slots; before, to the window's
 PADDED_SINCE = (0, 5, 21)  # entries are priced with their page's padding, the window's slots by the requests
 STATE_BYTES = 4  # fp32
@@ -312,14 +313,24 @@ def c128_list_bytes(rows: int, context: int) -> int:
     return rows * math.ceil(context / 128 / 64) * 64 * 4
 
 
-def prefill_graphs_bytes(m: Model, tp: int, sizes: Sequence[int], context: int, has_experts: bool) -> float:
+def row_tables_bytes(rows: int, context: int) -> int:
+    """Page table and C128 lists of a pass, which have a line for each of its rows, as wide as the longest request. A
+    pass that goes in halves has the halves' beside its own (adapters/prompts_in_halves.py)."""
+    return rows * math.ceil(context / PAGE_TOKENS) * 4 + c128_list_bytes(rows, context)
+
+
+def prefill_graphs_bytes(
+    m: Model, tp: int, sizes: Sequence[int], context: int, has_experts: bool, halved_from: int = 0
+) -> float:
     """What SGLang's prefill graphs hold, of passes of so many rows each: one pool, as large as the largest needs, and
     for each size page table and C128 lists as wide as the context. They are captured when the pools have their size,
-    and those of this model are not sized again: so it is taken from what --mem-fraction-static leaves (0.5.17 on)."""
+    and those of this model are not sized again: so it is taken from what --mem-fraction-static leaves (0.5.17 on).
+    halved_from: rows of a pass from which on it goes in halves; 0: none does."""
     rows = max(sizes)
     arithmetic = activation_bytes(m, tp, rows) + 2 * rows * m.streams * m.hidden  # and what a pass hands out
     arithmetic += experts_bytes(m, tp, rows, has_experts) + expanded_wo_a_bytes(m) / tp + INDEX_SELECT_PREFILL_BYTES
-    tables = sum(sizes) * math.ceil(context / PAGE_TOKENS) * 4 + c128_list_bytes(sum(sizes), context)
+    halved = sum(size for size in sizes if halved_from and size >= halved_from)
+    tables = row_tables_bytes(sum(sizes) + halved, context)
     return GRAPHS_OVER_ARITHMETIC * arithmetic + len(sizes) * GRAPHS_OF_A_SIZE + tables
 
 
@@ -333,17 +344,26 @@ def reserves(
     replaced: Collection[str] = OPS,
     drafts: bool = False,
     captured: Sequence[int] = (),
+    halved: tuple[int, int] = (0, 0),
     shadow: bool = False,
+    drafter_behind: float = 0.0,
 ) -> list[Reserve]:
     """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
     the operators that are ours; drafts: whether a draft's head is kept in E4M3; captured: rows of the passes of prompts
-    that are captured; shadow: whether SGLang's own run beside ours."""
+    that are captured; halved: rows from which on a pass goes in halves, without graphs and in them, 0: none; shadow:
+    whether SGLang's own run beside ours; drafter_behind: bytes of a drafter that is loaded when the pools have their
+    size, which brings an embedding and a head of its own until it shares the model's."""
     heads = m.heads // tp
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
     experts = experts_bytes(m, tp, chunk, has_experts)
     graphs = (0.5 + 0.02 * rows) * GIB
-    of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts) if captured else 0.0
-    selection = []
+    of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts, halved[1]) if captured else 0.0
+    in_halves = 0 < halved[0] <= chunk
+    tables, of_tables = row_tables_bytes(chunk, context), "[chunk, context / 256] and [chunk, context / 128] int32"
+    behind, selection = [], []
+    if drafter_behind:
+        loaded = drafter_behind + 4 * m.vocab * m.hidden / tp
+        behind = [Reserve("drafter, loaded behind the pools", loaded, "its weights; SGLang sizes the pools first")]
     if "index_select" in replaced:
         own = INDEX_SELECT_PREFILL_BYTES + INDEX_SELECT_DECODE_BYTES
         basis = "index_select's own bounds, at any context"
@@ -354,6 +374,7 @@ def reserves(
         selection.append(Reserve("index logits, chunk and graphs", logits, basis))
     return [
         Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate", 1.5 * GIB * ESTIMATE_OFF_BY),
+        *behind,
         Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
         *(
             [Reserve("prefill graphs", of_prompts, "estimate, by two H200 and four H100", of_prompts * ESTIMATE_OFF_BY)]
@@ -368,7 +389,11 @@ def reserves(
         ),
         Reserve("experts of a prefill chunk", experts, "mxfp4_moe's scratch" if has_experts else "arithmetic"),
         *selection,
-        Reserve("C128 index lists of a prefill chunk", c128_list_bytes(chunk, context), "[chunk, context / 128] int32"),
+        Reserve(
+            "page table and C128 lists of a prefill chunk",
+            2 * tables if in_halves else tables,
+            of_tables + (", its own and its halves'" if in_halves else ""),
+        ),
         attention_workspace(rows, heads, context),
         *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),
         *([Reserve("drafts' head in E4M3", draft_head_bytes(m, tp, rows), "draft_head's own")] if drafts else []),

@@ -18,7 +18,7 @@ from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, HALF_ROWS
 DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
 SHADOWED_SINCE = (0, 5, 21)  # below, rows that graphs pad may hold anything, and shadow mode compares them
-HALVES, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 23)
+HALVES, HALVES_SINCE, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 14), (0, 5, 23)  # from then on tried out by itself
 DEALT_STREAMS = "dealt_streams"
 IMAGE = "lmsysorg/sglang:v{version}"
 NOTICEABLE = 0.02  # of a step: less is not worth its copy's memory
@@ -115,16 +115,30 @@ class Request:
         return (*dict.fromkeys((prefill_graphs.worth_capturing(self.gpus), CAPTURED_ROWS)), 0)
 
     @property
+    def are_whole(self) -> bool:
+        """Whether something keeps all passes of a prompt's rows whole."""
+        has_one_order = self.is_reproducible and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
+        compares = self.off or self.shadow is not None
+        return self.gpus == 1 or compares or has_one_order or asks_for(self.also_set, DEALT_STREAMS)
+
+    @property
     def may_halve(self) -> bool:
         """Whether passes of a prompt's rows in graphs may go in halves: not where the user has said how they go, or
         something that keeps all of them whole."""
-        said = self.also_set
-        is_said = HALVES in said or self.prefill_graphs is not None
-        has_one_order = self.is_reproducible and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
-        are_whole = self.shadow is not None or has_one_order
-        if is_said or are_whole or asks_for(said, DEALT_STREAMS):
-            return False
-        return self.gpus > 1 and self.version >= IN_GRAPHS_SINCE and self.may_capture[0] > 0
+        is_said = HALVES in self.also_set or self.prefill_graphs is not None
+        return not (is_said or self.are_whole) and self.version >= IN_GRAPHS_SINCE and self.may_capture[0] > 0
+
+    def halved(self, captured: int) -> tuple[int, int]:
+        """Rows from which on a pass of a prompt's rows may go in halves, without graphs and in those of `captured` rows
+        at most; 0: none does. By a number each does, else a server tries it out, and in graphs none."""
+        said = self.also_set.get(HALVES)
+        is_asked = self.version >= IN_GRAPHS_SINCE if said is None else asks_for(self.also_set, HALVES)
+        if self.are_whole or not is_asked or self.version < HALVES_SINCE:
+            return 0, 0
+        is_number = said is not None and said.isdigit()
+        rows = 2 * (int(said) if is_number else HALF_ROWS)
+        in_graphs = (is_number or self.may_halve) and self.version >= IN_GRAPHS_SINCE and captured >= rows
+        return rows, rows if in_graphs else 0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """SGLang plugin (entry point group sglang.srt.plugins): what a scheduler's process holds, once a second in
-$E2E_WATCH/<pid>.json: memory of torch's allocator, and of our package the words (ZeroedWords), entries of bounded and
-unbounded caches, what stands in lists, sets and dicts of its modules, and how many passes of prompts went in halves.
+$E2E_WATCH/<pid>.json: memory of torch's allocator on each card, and of our package the words (ZeroedWords), entries of
+bounded and unbounded caches, what stands in lists, sets and dicts of its modules, and how many passes of prompts went
+in halves.
 
 $E2E_WATCH/<pid>.compiles has a line a kernel that Triton compiled or took from its folder of compiled ones:
 [time.monotonic() at its end, name, is it ours, did it compile, seconds].
@@ -64,16 +65,27 @@ def passes_in_halves():
     return found().get("passes", 0)
 
 
-def state():
+def of_cards():
+    """{number of a card as this process has it: [bytes that its allocator gave out, that it holds]}, of those of which
+    it holds any. By their numbers: which one is the current is a thread's own, and this thread's is always the first.
+    """
     import torch
 
+    found = {
+        i: [torch.cuda.memory_allocated(i), torch.cuda.memory_reserved(i)] for i in range(torch.cuda.device_count())
+    }
+    return {i: held for i, held in found.items() if any(held)}
+
+
+def state():
     modules = of_ours()
     limited, unlimited = cached(modules)
+    cards = of_cards()
     return {
         "at": time.monotonic(),
         "pid": os.getpid(),
-        "allocated": torch.cuda.memory_allocated(),
-        "reserved": torch.cuda.memory_reserved(),
+        "allocated": sum(allocated for allocated, _ in cards.values()),
+        "cards": cards,
         "words": held_words(list(_words)),
         "cached": limited,
         "cached_without_limit": unlimited,
