@@ -89,7 +89,7 @@ finished: list[str] = []  # terms that somebody else looked at
 def group(monkeypatch):
     module = ModuleType(adapter.PARALLEL_STATE)
     module._TP, module._PDMUX_PREFILL_TP_GROUP = Coordinator(), None
-    module._ATTN_TP = module._TP
+    module._ATTN_TP, module._PP = module._TP, SimpleNamespace(world_size=1)
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, module)
     monkeypatch.setattr(boundary.op, "mhc", mhc)
     monkeypatch.setattr(boundary.op, "mhc_post", lambda f, streams, post, comb: post_of(f, streams, post, comb))
