@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.commands.doctor import finding, gpu_checks
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe as probe
 from deepseek_v4_sm120.ops.shared import limits
@@ -364,7 +365,10 @@ def test_ranks_that_may_not_answer_are_not_asked(asked, words, reproducible, ran
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda *_, **__: pytest.fail("the others are asked"))
     made = dispatched()(group="group", device=DEVICE)
     assert type(made) is Theirs and made.disabled is reproducible
-    described = report._notes["all_reduce"][0]()
+    described, found = (tell() for tell in report._notes["all_reduce"])
+    facts = SimpleNamespace(status={"processes": [{"found": {"all_reduce": found}}]}, probe={"sums": None})
+    (told_by_doctor,) = gpu_checks._sums(facts)  # not what its own probe of these cards finds
+    assert told_by_doctor.state == finding.WARN and words in told_by_doctor.found
     assert words in described and ("NOT REPRODUCIBLE" in described) is (reproducible and ranks > 2)
 
 
