@@ -372,6 +372,17 @@ def test_ranks_that_may_not_answer_are_not_asked(asked, words, reproducible, ran
     assert words in described and ("NOT REPRODUCIBLE" in described) is (reproducible and ranks > 2)
 
 
+@pytest.mark.parametrize(("asked", "is_said"), [("several_hosts", True), ("ranks_come_and_go", False)])
+def test_who_says_so_is_the_first_rank_and_of_several_hosts_each(asked, is_said, our_model, monkeypatch, caplog):
+    told = {"model_type": "deepseek_v4", "hidden": HIDDEN, asked: True}
+    monkeypatch.setattr(models_served, "announced", lambda: told)
+    monkeypatch.setattr(report, "_notes", {})
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 2)
+    with caplog.at_level(logging.WARNING):
+        dispatched()(group="group", device=DEVICE)
+    assert ("stay SGLang's" in caplog.text) is is_said
+
+
 def modules_with(monkeypatch, context=None, arguments=None):
     found = {adapter.CONTEXT: context, adapter.SERVER_ARGS: arguments}
     monkeypatch.setattr(adapter, "find_spec", lambda name: found[name])

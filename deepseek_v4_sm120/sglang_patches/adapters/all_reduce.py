@@ -187,7 +187,7 @@ def _left(theirs, group, why: str, found: Callable[[], dict] | None = None):
         theirs.disabled = True  # with --enable-deterministic-inference it would be, and NCCL adds by a tree
         if torch.distributed.get_world_size(group) > ONE_ORDER_RANKS:
             why += ". NOT REPRODUCIBLE: NCCL's order depends on the number of rows"
-    if torch.distributed.get_rank(group) == 0:
+    if torch.distributed.get_rank(group) == 0 or models_served.has_several_hosts():  # the first one's may lack us
         report.warn(f"deepseek_v4_sm120: {PATCH}: {why}")
     report.add_note(
         PATCH, lambda: f"{PATCH}: {why}", found or (lambda: {"transport": None, "text": why, "remedy": TAKE_AWAY})
