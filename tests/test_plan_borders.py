@@ -1,7 +1,9 @@
 """plan at its borders: what fits to the last token, what is tight, which requests are taken; scratch by hand."""
 
+import argparse
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -9,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import choices, command, launch, memory, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import FP4_CHECKPOINT, remedies
 from deepseek_v4_sm120.commands.plan.request import PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE, Plan
@@ -377,3 +380,42 @@ def test_shadow_mode_holds_twice_what_it_compares():
     assert launch.make(request(gpus=2, shadow="1", replaced=others)).fits
     assert " -e DSV4_SM120_SHADOW=1 " in launch.docker_line(with_it)
     assert "SHADOW" not in launch.docker_line(without)
+
+
+# ---- whose cards
+
+H200 = (Path(__file__).parent / "data/nvidia_smi_h200.xml").read_text()
+TOTAL = "<total>143771 MiB</total>"
+
+
+def cards(monkeypatch, *kinds, visible=None):
+    """(cards, MiB) that a plan takes of a machine with (name, capability, MiB or None) for each GPU."""
+    head, gpu, tail = re.fullmatch("(.*?)(<gpu id.*</gpu>)(.*)", H200, re.S).groups()
+    told = [
+        re.sub("<product_name>.*?</product_name>", f"<product_name>{name}</product_name>", gpu).replace(
+            TOTAL, f"<total>{'Not Supported' if mib is None else f'{mib} MiB'}</total>"
+        )
+        for name, _, mib in kinds
+    ]
+    answers = {"-q": head + "".join(told) + tail, "--query-gpu=compute_cap": "\n".join(c for _, c, _ in kinds)}
+    monkeypatch.setattr(facts, "run_command", lambda words: answers.get(words[1]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return command._machine(argparse.Namespace(gpus=None, memory=None))
+
+
+PRO, ADA, SPARK = ("RTX PRO 6000", "12.0", 97887), ("RTX 4090", "8.9", 24564), ("NVIDIA GB10", "12.1", None)
+
+
+def test_a_plan_is_for_the_cards_that_serve(monkeypatch):
+    assert cards(monkeypatch, PRO, PRO) == (2, 97887)
+    assert cards(monkeypatch, ADA, PRO, PRO) == cards(monkeypatch, PRO, ADA, PRO) == (2, 97887)
+    assert cards(monkeypatch, *[PRO] * 4, visible="2,3") == (2, 97887)
+    assert cards(monkeypatch, *[PRO] * 4, visible="") == (4, 97887)
+    assert cards(monkeypatch, ADA, ADA) == (2, 24564)
+
+
+def test_a_card_whose_memory_is_the_hosts_is_asked_for(monkeypatch):
+    with pytest.raises(CommandError, match="does not tell the memory of NVIDIA GB10: --memory"):
+        cards(monkeypatch, SPARK)

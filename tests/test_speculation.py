@@ -218,6 +218,11 @@ def test_a_checkpoint_with_its_own_drafter(tmp_path):
          {"SGLANG_RAGGED_VERIFY_MODE": "compact"}, Speculation(DSPARK, 4, mode=COMPACT, symmetric=True)),
         ("--speculative-algorithm EAGLE", {"SGLANG_PREP_IN_CUDA_GRAPH": "False"},
          Speculation(EAGLE, 4, host_plan=True)),
+        ("--speculative-algorithm EAGLE --pipeline-parallel-size 2", {}, Speculation(EAGLE, 4, stages=2)),
+        ("--speculative-algorithm EAGLE --pp-size 2", {"SGLANG_ENABLE_PP_SPEC": "True"},
+         Speculation(EAGLE, 4, stages=2, may_have_stages=True)),
+        ("--speculative-algorithm EAGLE --disaggregation-mode prefill", {},
+         Speculation(EAGLE, 4, may_have_stages=True)),
     ],
 )  # fmt: skip
 def test_what_a_command_line_speculates_with(words, environ, found):
@@ -273,6 +278,14 @@ def test_serve_refuses_what_does_not_run_and_takes_the_rest(capsys, monkeypatch)
     assert dry_run(own=["--speculative-num-steps", "4"], sglang="0.5.18") == 0
     assert dry_run(own=["--speculative-num-steps", "5"], sglang="0.5.17") == 0  # compressor is ours
     assert dry_run(own=["--enable-symm-mem"], sglang="0.5.19", model="flash-0731") == 0  # mhc is ours
+    for words in (("--pp-size", "2"), ("--pp-size=2", "--disaggregation-mode", "prefill")):  # beside the plan's EAGLE
+        assert dry_run(own=words, sglang="0.5.20") == 2
+        told = capsys.readouterr().err
+        assert "--pp-size above 1" in told and "--spec none" in told and "PP_SPEC" not in told
+        assert dry_run("--spec", "none", own=words, sglang="0.5.20") == 0
+    assert dry_run(own=["--pp-size", "2"], sglang="0.5.23") == 2
+    assert "SGLANG_ENABLE_PP_SPEC=1" in capsys.readouterr().err
+    assert dry_run(own=["--pp-size", "2", "--disaggregation-mode", "prefill"], sglang="0.5.23") == 0
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
     assert dry_run(sglang="0.5.23", model="flash-0731") == 2
     assert "#34384" in capsys.readouterr().err

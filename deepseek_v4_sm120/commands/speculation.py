@@ -19,7 +19,8 @@ EAGLE, DSPARK = "EAGLE", "DSPARK"  # the checkpoint's MTP block; the drafter of 
 ALIASES = {"NEXTN": EAGLE}
 STATIC, COMPACT = "static", "compact"
 MODE_VARIABLE, PLAN_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE", "SGLANG_PREP_IN_CUDA_GRAPH"
-NO = ("0", "false", "no", "n", "f")  # values of SGLang's switches
+STAGES_VARIABLE, STAGES_SINCE = "SGLANG_ENABLE_PP_SPEC", (0, 5, 21)  # EAGLE beside pipeline parallelism
+NO, YES = ("0", "false", "no", "n", "f"), ("1", "true", "yes", "y", "t")  # values of SGLang's switches
 EAGLE_STEPS, DSPARK_BLOCK = 3, 7  # SGLang's own, where nothing is said
 DSPARK_SINCE, DSPARK_SYNCED_SINCE = (0, 5, 16), (0, 5, 19)
 # the rows of which the compressors' state survives whatever is accepted: a constant, then what C4's ring of 16 holds
@@ -36,7 +37,8 @@ Version = tuple[int, ...]
 @dataclass(frozen=True)
 class Speculation:
     """What a server speculates with. mode: of SGLANG_RAGGED_VERIFY_MODE, None where nobody tells; host_plan:
-    SGLANG_PREP_IN_CUDA_GRAPH is off; symmetric: --enable-symm-mem; cards: of tensor parallelism."""
+    SGLANG_PREP_IN_CUDA_GRAPH is off; symmetric: --enable-symm-mem; cards: of tensor parallelism; stages: of pipeline
+    parallelism; may_have_stages: SGLANG_ENABLE_PP_SPEC is on, or the server makes prompts for others."""
 
     algorithm: str
     rows: int
@@ -44,6 +46,8 @@ class Speculation:
     host_plan: bool = False
     symmetric: bool = False
     cards: int = 1
+    stages: int = 1
+    may_have_stages: bool = False
 
     @property
     def block(self) -> int:
@@ -131,6 +135,22 @@ HAZARDS = (
         since=(0, 5, 12),
         before=DSPARK_SINCE,
         applies=lambda s: s.algorithm == DSPARK,
+    ),
+    *(
+        Hazard(
+            STOPS,
+            "--pp-size above 1",
+            "an assertion of SGLang's: no pipeline parallelism beside speculation",
+            f"{otherwise}no speculation (--spec none), or no --pp-size",
+            "the validation of server arguments",
+            since=since,
+            before=before,
+            applies=lambda s, is_final=before is not None: s.stages > 1 and (is_final or not s.may_have_stages),
+        )
+        for since, before, otherwise in (
+            ((0, 5, 12), STAGES_SINCE, ""),
+            (STAGES_SINCE, None, f"{STAGES_VARIABLE}=1 for EAGLE (never run with us), or "),
+        )
     ),
     Hazard(
         STOPS,
@@ -292,6 +312,8 @@ def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_bloc
         parser.add_argument(f"--speculative-{name}", type=int)
     parser.add_argument("--enable-symm-mem", action="store_true")
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1, dest="cards")
+    parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1, dest="stages")
+    parser.add_argument("--disaggregation-mode")
     found, _ = parser.parse_known_args(words)
     if found.speculative_algorithm is None:
         return None
@@ -302,8 +324,9 @@ def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_bloc
         block = found.speculative_dspark_block_size or (rows - 1 if rows else None) or checkpoint_block or DSPARK_BLOCK
     else:
         block = EAGLE_STEPS if steps is None else steps
-    symmetric, cards = found.enable_symm_mem, found.cards
-    return Speculation(algorithm, block + 1, symmetric=symmetric, cards=cards, **of_variables(environ))
+    given = {"symmetric": found.enable_symm_mem, "cards": found.cards, "stages": found.stages}
+    may_have_stages = found.disaggregation_mode == "prefill" or environ.get(STAGES_VARIABLE, "").lower() in YES
+    return Speculation(algorithm, block + 1, **given, may_have_stages=may_have_stages, **of_variables(environ))
 
 
 def of_variables(environ: Mapping[str, str]) -> dict:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.commands.doctor import finding, gpu_checks
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe as probe
 from deepseek_v4_sm120.ops.shared import limits
@@ -349,22 +350,27 @@ def test_other_groups_are_untouched(our_model):
         ("ranks_come_and_go", "the sums between the cards stay SGLang's: ranks may end and come back"),
     ],
 )
-@pytest.mark.parametrize(("reproducible", "ranks"), [(False, 4), (True, 4), (True, 2)])
-def test_ranks_that_may_not_answer_are_not_asked(asked, words, reproducible, ranks, our_model, monkeypatch):
+@pytest.mark.parametrize(("reproducible", "ranks", "rank"), [(False, 4, 0), (False, 4, 1), (True, 4, 0), (True, 2, 1)])
+def test_who_may_not_answer_is_not_asked(asked, words, reproducible, ranks, rank, our_model, monkeypatch, caplog):
     """Those of another host may be without us, and of elastic parallelism a new one comes alone. NCCL's sums of two
-    cards have one order."""
+    cards have one order. With several hosts each rank says so: the first one's may be the one without us."""
     told = {"model_type": "deepseek_v4", "hidden": HIDDEN, asked: True}
     monkeypatch.setattr(models_served, "announced", lambda: told)
     monkeypatch.setattr(report, "_notes", {})
     monkeypatch.setattr(
         adapter, "settings", lambda: settings.Settings(choices={"reproducible": "on"} if reproducible else {})
     )
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda *_, **__: pytest.fail("the others are asked"))
-    made = dispatched()(group="group", device=DEVICE)
+    with caplog.at_level(logging.WARNING):
+        made = dispatched()(group="group", device=DEVICE)
+    assert (words in caplog.text) is (rank == 0 or asked == "several_hosts")
     assert type(made) is Theirs and made.disabled is reproducible
-    described = report._notes["all_reduce"][0]()
+    described, found = (tell() for tell in report._notes["all_reduce"])
+    facts = SimpleNamespace(status={"processes": [{"found": {"all_reduce": found}}]}, probe={"sums": None})
+    (told_by_doctor,) = gpu_checks._sums(facts)  # not what its own probe of these cards finds
+    assert told_by_doctor.state == finding.WARN and words in told_by_doctor.found
     assert words in described and ("NOT REPRODUCIBLE" in described) is (reproducible and ranks > 2)
 
 

@@ -53,7 +53,7 @@ def group(monkeypatch):
     """SGLang's module of groups, whose tensor-parallel one it gives."""
     module = ModuleType(adapter.PARALLEL_STATE)
     module._TP, module._PDMUX_PREFILL_TP_GROUP = Coordinator(), None
-    module._ATTN_TP = module._TP
+    module._ATTN_TP, module._PP = module._TP, SimpleNamespace(world_size=1)
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, module)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return module._TP
@@ -91,7 +91,8 @@ def test_a_sum_of_few_rows_waits(group, rows):
     ids=["65 rows", "no rows", "float32", "another width", "1 dim", "strided"],
 )
 def test_other_sums_are_made_at_once(group, x):
-    assert torch.equal(asked_in_a_layer(x), RANKS * x) and group.sums == 1
+    found = asked_in_a_layer(x)
+    assert isinstance(found, torch.Tensor) and torch.equal(found, RANKS * x) and group.sums == 1
 
 
 def test_four_ranks_wait_up_to_fewer_rows(group):
@@ -100,6 +101,9 @@ def test_four_ranks_wait_up_to_fewer_rows(group):
 
 
 CHANGES = {
+    "pipeline parallelism": lambda group: setattr(
+        sys.modules[adapter.PARALLEL_STATE], "_PP", SimpleNamespace(world_size=2)
+    ),
     "PD multiplexing": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_PDMUX_PREFILL_TP_GROUP", object()),
     "data-parallel attention": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_ATTN_TP", Coordinator()),
     "NCCL's symmetric memory is in front": lambda group: setattr(group, "symmetric", True),
@@ -121,7 +125,8 @@ def test_where_the_sum_would_not_be_ours_it_is_made(group, name, before):
     if before:
         assert isinstance(asked_in_a_layer(x_of(1)), OwedSum)
     CHANGES[name](group)
-    assert torch.equal(asked_in_a_layer(x_of(3)), RANKS * x_of(3)) and group.sums == 1
+    found = asked_in_a_layer(x_of(3))
+    assert isinstance(found, torch.Tensor) and torch.equal(found, RANKS * x_of(3)) and group.sums == 1
 
 
 def test_outside_of_a_layer_in_another_thread_and_of_another_group_sums_are_made(group):

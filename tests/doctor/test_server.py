@@ -278,6 +278,10 @@ NO_PREFILL_GRAPHS = PLANNED | {"cuda_graph_config": {"decode": {"backend": "full
         ({}, {}, "mhc", False),
         ({"speculative_algorithm": "EAGLE"}, {}, "index_select", False),
         ({"version": "0.5.16"}, {}, "index_select", False),
+        # the setting does nothing
+        *(({name: 2}, {}, "index_select", False) for name in ("pp_size", "nnodes", "attn_cp_size", "attn_dp_size")),
+        ({"enable_dp_attention": True, "dp_size": 2}, {}, "index_select", False),
+        ({"pp_size": 1, "nnodes": 1, "enable_prefill_cp": False}, {}, "index_select", True),
         ({"cuda_graph_config": {"prefill": {"backend": "breakable"}}}, {}, "index_select", False),
         ({"cuda_graph_config": "?"}, {}, "index_select", False),
     ],

@@ -18,7 +18,7 @@ from tests.e2e import stages
 from tests.loaded_python import Loaded
 from tests.patching.conftest import Python
 from tests.patching.stored_folder import stored_folder
-from tests.patching.wheels import every_release, packages, since, unpacked
+from tests.patching.wheels import content, every_release, fetch, packages, since, unpacked
 
 HERE = Path(__file__).resolve().parent
 CONFIG = json.loads((HERE.parent / "data/flash_config.json").read_text())
@@ -60,6 +60,21 @@ SPECULATION = """
             resolved = resolved_view(arguments)
         found.append({name: getattr(resolved, "speculative_" + name) for name in names})
     print(json.dumps(found))
+"""
+PARALLEL = """
+    import json, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sys.path += [WHEEL, PACKAGES]
+    from sglang.srt.server_args import ServerArgs
+    resolved = arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **MORE)
+    if hasattr(arguments, "resolve_once"):
+        from sglang.srt.arg_groups.overrides import resolved_view
+        arguments.resolve_once()
+        resolved = resolved_view(arguments)
+    elif hasattr(arguments, "_resolved"):
+        resolved = arguments._resolved()
+    print(json.dumps([resolved.attn_cp_size, resolved.enable_dp_attention]))
 """
 WORKER = """
     import importlib, json, os, sys
@@ -518,3 +533,19 @@ def test_the_plugin_entry_point_patches_what_is_imported_already(loaded, places,
     assert [row for row in rows if row[2] == "BROKEN"] == []
     applied = {where for _, where, state, _ in rows if state == "APPLIED"}
     assert "sglang.srt.models.deepseek_v4:MQALayer.forward" in applied and len(applied) > 15
+
+
+@pytest.mark.parametrize(
+    ("version", "asked"),
+    [
+        ("0.5.17", '{"enable_dsa_prefill_context_parallel": True}'),
+        ("0.5.18", '{"enable_prefill_cp": True, "cp_strategy": "interleave"}'),
+        ("0.5.21", '{"enable_prefill_cp": True, "cp_strategy": "interleave"}'),
+    ],
+)
+def test_context_parallelism_of_prompts_is_no_data_parallel_attention(run, version, asked):
+    """SGLang's hook of this model asks for it up to 0.5.21, and what follows takes it back where it has one rank: so
+    tokens, and EAGLE's decisions, go round all cards (fixes/min_p_tokens.py)."""
+    hook = content(fetch(version), "sglang/srt/arg_groups/deepseek_v4_hook.py")
+    assert "enable_dp_attention = True" in hook or "enable_dp_attention=True" in hook
+    assert run(PARALLEL, asked, version) == [2, False]

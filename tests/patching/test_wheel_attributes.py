@@ -279,6 +279,7 @@ OBJECTS = {
         "coordinator": ((GROUP,),),
         "mscclpp": ((f"{SRT}.distributed.device_communicators.pymscclpp:PyMscclppCommunicator",),),
         "state": ((STATE,),),
+        "state._PP": ((GROUP,),),
     },
     "mhc_owed_terms": {
         "linear": (FP8_WEIGHT,),

@@ -89,7 +89,7 @@ finished: list[str] = []  # terms that somebody else looked at
 def group(monkeypatch):
     module = ModuleType(adapter.PARALLEL_STATE)
     module._TP, module._PDMUX_PREFILL_TP_GROUP = Coordinator(), None
-    module._ATTN_TP = module._TP
+    module._ATTN_TP, module._PP = module._TP, SimpleNamespace(world_size=1)
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, module)
     monkeypatch.setattr(boundary.op, "mhc", mhc)
     monkeypatch.setattr(boundary.op, "mhc_post", lambda f, streams, post, comb: post_of(f, streams, post, comb))
@@ -430,3 +430,17 @@ def test_a_function_of_the_users_gets_tensors(version, announced, group, sglang_
     for one in model.layers:
         x = one(x)
     assert len(seen) == 4 and all(map(all, seen)) is announced
+
+
+@every_release(FIRST)
+def test_a_stages_exchanges_run_beside_its_layers(version, sglang_wheel):
+    """Why nothing is put off with pipeline parallelism: a batch is launched on a stream of its own, and behind that,
+    in the loop, outputs are received from the stage before on the scheduler's, and gathered by attention's group."""
+    wheel, mixin = sglang_wheel(version), "sglang.srt.managers.scheduler_pp_mixin"
+    loop, launch, receive = (
+        ast.unparse(definition(wheel, f"SchedulerPPMixin.{name}", mixin))
+        for name in ("event_loop_pp", "_pp_launch_batch", "_pp_recv_dict_from_prev_stage")
+    )
+    assert "with self.forward_stream_ctx:" in launch
+    assert loop.rindex("_pp_commit_send_output_work_and_preprocess_output_tensors(") > loop.index("_pp_launch_batch(")
+    assert "forward_stream" not in loop + receive and "attn_tp_group" in receive

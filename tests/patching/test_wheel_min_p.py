@@ -11,16 +11,17 @@ from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.fixes.min_p_tokens import replace_sync_token_ids
 from deepseek_v4_sm120.sglang_patches.names import PARALLEL_STATE
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import content, every_release, fetch, since
+from tests.patching.wheels import content, every_release, fetch
 
 SAMPLER = "sglang.srt.layers.sampler"
 GROUP, ROWS = "the group", "those that share prompts' rows"
 
 
-def opened(monkeypatch, model="deepseek_v4", card=True):
+def opened(monkeypatch, model="deepseek_v4", card=True, hosts=1):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(models_served, "announced", lambda: {"model_type": model} if model else None)
+    told = {"model_type": model, "several_hosts": hosts > 1}
+    monkeypatch.setattr(models_served, "announced", lambda: told if model else None)
     monkeypatch.setattr(device_gate, "_ask", lambda index: card)
 
 
@@ -72,15 +73,17 @@ def test_it_goes_round_those_that_share_prompts_rows_as_well(version, monkeypatc
 
 
 @every_release()
-def test_with_context_parallelism_the_group_for_tokens_is_of_one_card(version):
-    """Up to 0.5.21: this model's is data parallel attention to the sampler, and all cards are of one group of rows."""
-    wheel = fetch(version)
-    hook = content(wheel, "sglang/srt/arg_groups/deepseek_v4_hook.py").partition("def validate_deepseek_v4_cp(")[2]
-    is_attentions = "enable_dp_attention = True" in hook or "enable_dp_attention=True" in hook
-    assert is_attentions is not since(version, "0.5.22")
-    sampler = content(wheel, f"{SAMPLER.replace('.', '/')}.py").partition("self.tp_sync_group =")[2]
+def test_with_several_hosts_nothing_is_sent_that_one_without_us_would_not_take(version, monkeypatch):
+    opened(monkeypatch, hosts=2)
+    assert sent(version, monkeypatch, batch()) == []
+
+
+@every_release()
+def test_the_group_for_tokens_is_that_of_a_batchs_heads_with_data_parallel_attention_alone(version):
+    """Where all cards are of one group of rows, that is the whole one."""
+    sampler = content(fetch(version), f"{SAMPLER.replace('.', '/')}.py").partition("self.tp_sync_group =")[2]
     assert sampler.partition("if is_dp_attention_enabled():")[2].lstrip().startswith("self.tp_sync_group = ")
-    whole = content(wheel, f"{PARALLEL_STATE.replace('.', '/')}.py").partition("_ATTN_CP is None")[2]
+    whole = content(fetch(version), f"{PARALLEL_STATE.replace('.', '/')}.py").partition("_ATTN_CP is None")[2]
     assert "if attn_cp_size == tensor_model_parallel_size:\n        _ATTN_CP = _TP\n" in whole
 
 

@@ -223,3 +223,20 @@ def test_the_flashinfer_that_lacks_the_drafts_width(version, wheel):
     """0.6.18 is the first with flashinfer #4380; what is pinned before cannot start DSPARK on SM120 by itself."""
     lacks = pinned_flashinfer(wheel) < (0, 6, 18)
     assert lacks == ((speculation.STOPS, "DSPARK on SGLang's attention") in kinds(version, Speculation(DSPARK, 4)))
+
+
+@every_release()
+def test_pipeline_parallelism_beside_speculation(version, wheel):
+    """An assertion without an exception on GPUs up to 0.5.20; then a variable's, and that of servers for prompts."""
+    module = "server_args.py" if number(version) < (0, 5, 19) else "arg_groups/validation_hook.py"
+    text = content(wheel, f"sglang/srt/{module}")
+    asserted = re.search(
+        r"assert \(?\s*(self|cfg)\.disable_overlap_schedule and \1\.speculative_algorithm is None", text
+    )
+    may_be_asked = f"envs.{speculation.STAGES_VARIABLE}.get()" in text
+    assert (asserted is None) is may_be_asked is (number(version) >= speculation.STAGES_SINCE)
+    assert not may_be_asked or 'assert cfg.disaggregation_mode == "prefill"' in text
+    asked = {may: Speculation(EAGLE, 2, stages=2, may_have_stages=may) for may in (False, True)}
+    stops = {may: (speculation.STOPS, "--pp-size above 1") in kinds(version, found) for may, found in asked.items()}
+    assert stops == {False: True, True: not may_be_asked}
+    assert not any("pp-size" in what for _, what in kinds(version, Speculation(EAGLE, 2)))

@@ -470,13 +470,19 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
 )
 
 
+def _may_capture(a: Answers) -> bool:
+    """Whether the setting for them would do anything: by what they are not read beside, as far as the server tells."""
+    beside = {name: value for name, value in prefill_graphs.PLAIN.items() if "cuda_graph" not in name}
+    return a.attention_ranks == 1 and all(a.info.get(name) in (None, value) for name, value in beside.items())
+
+
 def _short_prompts(a: Answers) -> Iterator[Finding]:
     """By the mean of what the server has read: new tokens of a prompt that wait for the host, not for the card."""
     asked, read = a.metrics.get("num_requests_total", 0), a.metrics.get("prompt_tokens_total")
     config = a.info.get("cuda_graph_config")
     prefill = config.get("prefill") if isinstance(config, dict) else None
     is_off = isinstance(prefill, dict) and prefill.get("backend") == "disabled"
-    if not is_off or not asked or read is None or a.version < PREFILL_GRAPHS_SINCE or a.get("speculative_algorithm"):
+    if not is_off or not asked or read is None or a.version < PREFILL_GRAPHS_SINCE or not _may_capture(a):
         return
     tokens = (read - a.metrics.get("cached_tokens_total", 0)) / asked
     rows = prefill_graphs.worth_capturing(a.get("tp_size") or 1)

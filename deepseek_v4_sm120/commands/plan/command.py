@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from deepseek_v4_sm120 import OPS, __version__
@@ -18,10 +20,12 @@ from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.patching.steering import Steering
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
+from deepseek_v4_sm120.sglang_patches.device_gate import SM120_MAJOR
 from deepseek_v4_sm120.sglang_patches.table import TABLE
 
 DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
 SUMMED_BY = ("ours", "nccl")
 MOST_DRAFTS = 3  # that are reckoned
@@ -142,13 +146,22 @@ def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
         return gpus, int(memory_gb * launch.REPORTED_PER_GB)
     from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 
-    found = nvidia_smi.read(facts.run_command).gpus
+    found = _cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
     if memory_gb is not None or not found:
         memory_mib = int((DEFAULT_MEMORY_GB if memory_gb is None else memory_gb) * launch.REPORTED_PER_GB)
     else:
         memory_mib = min(gpu.memory_total for gpu in found)
+        if not memory_mib:  # a GB10's is the host's
+            raise CommandError(f"the driver does not tell the memory of {found[0].name}: --memory <GB of a card>")
     usable = max((tp for tp in launch.TPS if tp <= len(found)), default=2)
     return (usable if gpus is None else gpus), memory_mib
+
+
+def _cards(gpus: Sequence, environ: Mapping[str, str]) -> list:
+    """Those that can serve, of the kind that ours is for where there are some; as many as CUDA_VISIBLE_DEVICES has."""
+    served = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability[0] == SM120_MAJOR] or list(gpus)
+    visible = environ.get(VISIBLE, "").strip()
+    return served[: len(visible.split(","))] if visible else served
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -47,6 +47,7 @@ from deepseek_v4_sm120.specs import bounds
 
 GATHER = "all_gather"  # in shadow mode, which has a line for it
 DEALT = "dealt_products"
+TAKE_AWAY = "what it says, where that is one's own choice"
 CONTEXT, SERVER_ARGS = "sglang.srt.runtime_context", "sglang.srt.server_args"
 _without_peers: set[int] = set()  # ranks between which no object of SGLang's may sum
 
@@ -179,15 +180,18 @@ def _ours_or(theirs, group, device):
     return Communicator(theirs, made, products, why_whole)
 
 
-def _left(theirs, group, why: str, found: Callable[[], dict] = dict):
-    """SGLang's own object, and one line."""
+def _left(theirs, group, why: str, found: Callable[[], dict] | None = None):
+    """SGLang's own object, and one line. found: what a probe did; without one `doctor` is told the line as well, which
+    else would try these cards itself and say what they could do."""
     if settings().reproducible:
         theirs.disabled = True  # with --enable-deterministic-inference it would be, and NCCL adds by a tree
         if torch.distributed.get_world_size(group) > ONE_ORDER_RANKS:
             why += ". NOT REPRODUCIBLE: NCCL's order depends on the number of rows"
-    if torch.distributed.get_rank(group) == 0:
+    if torch.distributed.get_rank(group) == 0 or models_served.has_several_hosts():  # the first one's may lack us
         report.warn(f"deepseek_v4_sm120: {PATCH}: {why}")
-    report.add_note(PATCH, lambda: f"{PATCH}: {why}", found)
+    report.add_note(
+        PATCH, lambda: f"{PATCH}: {why}", found or (lambda: {"transport": None, "text": why, "remedy": TAKE_AWAY})
+    )
     report.write()
     return theirs
 

@@ -15,8 +15,10 @@ at, never under torch.compile, nor where functions of the user's are given what 
 SGLang's dumps), which know tensors alone, and not with PD multiplexing, whose streams have too few multiprocessors for
 a kernel that other cards wait for. Nor where attention has a group of its own (data or context parallelism): there the
 experts' sum is scattered in front of the boundary, and a rank that gets no rows of it does not look at it at all, for
-which the others would wait. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`,
-whatever that is, gets the finished sum, made where it looks.
+which the others would wait. Nor with pipeline parallelism: NCCL's kernels of a stage's sends, receives and gathers run
+beside its layers and hold multiprocessors until other cards answer; of a boundary that waits for other cards all blocks
+have to be resident, and so cards could wait for each other for ever. Nothing waits for a boundary that does not come:
+whoever else looks at an `OwedSum`, whatever that is, gets the finished sum, made where it looks.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def replace_layer_forward(original: Callable) -> Callable:
 
 def _comes_to_a_boundary(state) -> bool:
     """Whether a layer's sums go to the boundary behind it on all ranks, whose streams have all multiprocessors."""
-    return state._ATTN_TP is state._TP and state._PDMUX_PREFILL_TP_GROUP is None
+    return state._ATTN_TP is state._TP and state._PDMUX_PREFILL_TP_GROUP is None and state._PP.world_size == 1
 
 
 def _put_off_sums_of(coordinator) -> None:

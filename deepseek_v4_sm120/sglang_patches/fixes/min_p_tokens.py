@@ -13,9 +13,11 @@ SGLang's own switch (SYNC_TOKEN_IDS_ACROSS_TP) is for all batches, and takes the
 the log-probabilities that were taken before know nothing. Here the first card's token is taken, whose
 log-probabilities are the ones that are told.
 
-With context parallelism of prompts (--enable-prefill-cp) all cards have the batch, too, and each samples for itself. Up
-to 0.5.21 SGLang counts that as data parallel attention, whose group for tokens is that of a batch's heads: of one card.
-So the token goes round those that share the prompts' rows as well.
+With several hosts (--nnodes) nothing is sent here: the cards of a host that lacks this folder would not take it.
+
+Where --attn-cp-size stands beside data parallel attention, several cards have one batch, and SGLang's group for tokens
+is that of a batch's heads alone. So the token goes round those that share the prompts' rows as well. Not so with
+--enable-prefill-cp, which has one rank of data parallelism: there that group is of all cards.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed
 
+from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.names import PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
@@ -36,7 +39,8 @@ def replace_sync_token_ids(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
-        if sampling_info.need_min_p_sampling and not sampling_info.is_all_greedy and is_ours():
+        is_asked = sampling_info.need_min_p_sampling and not sampling_info.is_all_greedy
+        if is_asked and is_ours() and not models_served.has_several_hosts():
             for group in _groups(self.tp_sync_group):
                 first = torch.distributed.get_global_rank(group, 0)
                 torch.distributed.broadcast(batch_next_token_ids, src=first, group=group)
