@@ -23,7 +23,7 @@ from deepseek_v4_sm120.commands.plan import memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.reference import mxfp4_moe as reference
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.reference.mxfp4_moe import E2M1, GROUP
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.check import ON_GPU, Check, same, within
@@ -31,6 +31,7 @@ from deepseek_v4_sm120.specs.provider import (
     OURS,
     STOCK,
     Provider,
+    error_of,
     is_installed,
     our_problem,
     sglang_version,
@@ -206,7 +207,7 @@ def _check_rows(rows: int, activations: str, allowed: float, *, wide: bool | Non
     """Flash's experts on four GPUs, against float64."""
     inputs = make_inputs(Shape(rows, inter=512, experts=64, masked=0.05))
     given = inputs.arguments() | {"activations": activations}
-    return within(relative_error(op.mxfp4_moe(**given, wide=wide), reference.mxfp4_moe(**given)), allowed)
+    return within(strict_error(op.mxfp4_moe(**given, wide=wide), reference.mxfp4_moe(**given)), allowed)
 
 
 def _check_batch_invariance() -> str:
@@ -223,7 +224,7 @@ def _check_reproducible() -> str:
     inputs = make_inputs(Shape(300, inter=512, experts=32, masked=0.05))
     given = inputs.arguments() | {"reproducible": True}
     together = op.mxfp4_moe(**given)
-    error = within(relative_error(together, reference.mxfp4_moe(**inputs.arguments())), bounds.MXFP4_MOE.truth)
+    error = within(strict_error(together, reference.mxfp4_moe(**inputs.arguments())), bounds.MXFP4_MOE.truth)
     for rows in (slice(0, 1), slice(100, 300)):
         few = {name: given[name][rows] for name in ("hidden", "topk_ids", "topk_weights")}
         same(op.mxfp4_moe(**{**given, **few}), together[rows], f"rows {rows.start} to {rows.stop} alone and among 300")
@@ -264,11 +265,11 @@ def max_error(provider: str, case: Case) -> float:
     return ways.get(provider, bounds.MXFP4_MOE.others)
 
 
-def correctness_inputs(case: Case) -> list:
+def correctness_inputs(case: Case, device: str = "cuda") -> list:
     """One call of uniform routing; the experts that no row names are NaN."""
     rows = min(case.rows, CHECKED_PREFILL_ROWS)
     experts = FLASH.experts if rows <= FULL_CHECK_ROWS else FEWER_EXPERTS
-    return [make_inputs(Shape(rows, FLASH.hidden, case.inter, experts), seed=rows, device="cuda")]
+    return [make_inputs(Shape(rows, FLASH.hidden, case.inter, experts), seed=rows, device=device)]
 
 
 class TimingInputs:
@@ -308,7 +309,7 @@ class TimingInputs:
 
 
 def error(provider: str, result, inputs) -> float:
-    return relative_error(result, reference.mxfp4_moe(**inputs.arguments()))
+    return error_of(provider, result, reference.mxfp4_moe(**inputs.arguments()))
 
 
 # ---- who computes it
