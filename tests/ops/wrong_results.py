@@ -1,6 +1,7 @@
 """Results of wrong kernels, made of the references: what test_wrong_results.py asks of the checks that users run.
 
 A Wrong has an operator's inputs of calibrate, what a right kernel gives for them, and by name what wrong ones give.
+The compressor, which writes in place, has its own: test_wrong_compressors.py.
 """
 
 from __future__ import annotations
