@@ -237,7 +237,8 @@ def test_sparse_decode_over_blocks(leaves):
 @schedules
 @pytest.mark.parametrize("rows, kernels", [(1, "fused"), (3, "split"), (17, "fused"), (40, "many")])
 def test_mhc(choices, rows, kernels):
-    inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device="cpu")
+    shape = mhc_spec.Shape(rows, mix_scale=mhc_spec.MIX_SCALE)
+    inputs = mhc_spec.make_inputs(shape, seed=rows, device="cpu")
     choices = choices | {
         "multiprocessors": 40
     }  # fused_kernel and many_kernel are taken where all their blocks are resident
