@@ -74,6 +74,7 @@ class CacheShape:
     pool_slots: int | None = None  # None: about twice what the rows can name
     masked: float = 0.0  # share of candidates (with `tables`: of pages) replaced by a masked index
     tables: int | None = None  # of the second cache: rows have all entries of one of so many page tables
+    served: bool = False  # what a server gives: -1 is all that is masked, and slot 0, which padding names, has numbers
 
 
 WINDOW = CacheShape(SWA_PAGE, SWA_WIDTH, lengths=SWA_WIDTH)
@@ -167,7 +168,8 @@ def _indices(cache: CacheShape, rows: int, generator: torch.Generator) -> tuple[
             chosen = chosen.sort(dim=1).values
     if cache.masked:
         draw = torch.rand((rows, cache.width), generator=generator, device=device)
-        kind = torch.randint(0, len(MASKED), (rows, cache.width), generator=generator, device=device)
+        kinds = 1 if cache.served else len(MASKED)
+        kind = torch.randint(0, kinds, (rows, cache.width), generator=generator, device=device)
         chosen = torch.where(draw < cache.masked, torch.tensor(MASKED, device=device)[kind], chosen)
     return chosen.to(torch.int32)[:, None, :], slots
 
@@ -195,7 +197,8 @@ def _cache(cache: CacheShape, shape: Shape, generator: torch.Generator):
         indices, slots, *tables = _page_tables(cache, shape.rows, generator)
     lengths = _lengths(cache, shape.rows, generator.device)
     pages = kv_pages.new_pages(slots // cache.page_size, cache.page_size, fill=0xFF, device=generator.device)
-    live = indices[:, 0, :][valid_candidates(indices, slots, lengths)].unique()
+    live = indices[:, 0, :][valid_candidates(indices, slots, lengths)]
+    live = torch.cat([live, live.new_zeros(int(cache.served))]).unique()
     kv_pages.write_rows(pages, live, _rows(live.numel(), shape, generator))
     return pages, indices, lengths, *tables
 
@@ -377,14 +380,16 @@ def max_error(provider: str, case: Case) -> float:
 
 
 def correctness_inputs(case: Case, device: str = "cuda") -> list:
-    """A few calls with masked entries, short and zero lengths, NaN in every byte that must not be read."""
+    """A few calls with masked entries and short lengths, NaN in every byte that must not be read. SGLang's own kernels
+    know no slot beyond the pool: they would read there, or write."""
     rows = CHECKED_PREFILL_ROWS if _is_prefill(case) else min(case.rows, 8)
-    window = CacheShape(SWA_PAGE, FLASH.window, lengths=(FLASH.window, 5, 77), masked=0.02)
+    window = CacheShape(SWA_PAGE, FLASH.window, lengths=(FLASH.window, 5, 77), masked=0.02, served=True)
     extra = None
     if case.page_size:
         lengths = (case.length, max(1, case.length // 3), 1)
         ascending = case.page_size == 2
-        extra = CacheShape(case.page_size, case.width, lengths, ascending, masked=0.0 if ascending else 0.02)
+        masked = 0.0 if ascending else 0.02
+        extra = CacheShape(case.page_size, case.width, lengths, ascending, masked=masked, served=True)
     return [
         make_inputs(Shape(rows, case.heads, window, extra), seed=seed, device=device)
         for seed in range(1 if _is_prefill(case) else 2)

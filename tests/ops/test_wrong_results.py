@@ -23,7 +23,7 @@ UNSEEN = {
         "activations in E4M3",
     },
     "router's projection": {"rounded to bf16", "parts added in f16"},
-    "C128": {"the first key of a row's second list"},  # one of 2,176, which weighs little
+    "C128": {"the first key of a row's window", "the last key of a row's second list"},  # of 2,176, that weigh little
     "mxfp4_moe by MXFP8": {
         "8 outputs of a row's last 128 are not written",
         "8 outputs of a row's last 128 are another row's",

@@ -129,9 +129,6 @@ def sparse(kind: str, rows: int, page_size: int = 0, length: int = 0, width: int
         "the entry behind the window": out(topk_length=inputs.topk_length + 1),
         "one head of one row": changed(right, lambda rows: rows[-1, -512:].copy_(rows[-1, :512])),
     }
-    if page_size != 2:
-        last = inputs.kv_pages.shape[0] * inputs.kv_pages.shape[1] - 1
-        faults["a slot beyond the pool is its last"] = out(indices=inputs.indices.clamp_max(last))
     if page_size:
         extra = inputs.extra_indices
         faults |= {
