@@ -76,6 +76,32 @@ def test_mean_is_over_calls_and_worst_row_is_a_rows():
     assert second["relative_l2_max"] < 0.3 and second["bad_calls"] == 1
 
 
+@pytest.mark.parametrize("wrong", ["nothing", "one row", "all rows a little", "a row of next to nothing"])
+def test_a_wrong_row_does_not_hide_among_a_prompts(wrong):
+    x = values(8192, heads=1)
+    x[7] *= 1e-6
+    y = x.clone()
+    if wrong == "one row":
+        y[5] = x[4] * 0.2 + x[5] * 0.98
+    elif wrong == "all rows a little":
+        y *= 1 + 0.99 * BOUND
+    elif wrong == "a row of next to nothing":  # what pads a graph may be
+        y[7] *= 2
+    shadowed(lambda x, layer: y)(x, 0)
+    (record,) = shadow.report()
+    assert record["relative_l2_max"] < BOUND and record["bad_calls"] == int(wrong == "one row")
+
+
+def test_a_row_of_one_tensor_does_not_hide_beside_another():
+    weights, ids = torch.rand(256, 6), torch.randint(0, 256, (256, 6)).float()
+    found = weights.clone()
+    found[9] = found[9].roll(1)
+    pairs = [(found, weights), (ids, ids)]
+    shadow.record("test", pairs, identity=0, shape={"rows": 256}, relative_l2=BOUND)
+    (record,) = shadow.report()
+    assert record["relative_l2_max"] < BOUND and record["bad_calls"] == 1
+
+
 def test_first_bad_call_is_remembered():
     factors = iter([1.0, 1.01, 1.0, 1.5])
     function = shadowed(lambda x, layer: x * next(factors))

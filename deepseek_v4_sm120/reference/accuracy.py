@@ -1,4 +1,4 @@
-"""How far a result is from the truth: relative L2 error, and tolerances element by element."""
+"""How far a result is from the truth: relative L2 error, of all and of blocks, and tolerances element by element."""
 
 from __future__ import annotations
 
@@ -26,6 +26,29 @@ def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     if norm == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return difference / norm
+
+
+BLOCK = 128  # numbers of a row, a head or a tile of outputs, that are judged by themselves
+BLOCKS_COUNT = 1 / 3  # a block's error, in that of all: of 128 numbers rounded at random it is up to 1.6 times as much
+SMALL_BLOCK = 1e-3  # of the root mean square of all blocks: what is smaller counts as if it were so large
+
+
+def strict_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """relative_error, or a third of that of the worst BLOCK of a row, whichever is greater: what is wrong in one row,
+    head or column of many is a small part of all. Tensors [rows, ..]; a row's last block may be shorter."""
+    whole = relative_error(ours, truth)
+    if not math.isfinite(whole) or not truth.numel():
+        return whole
+    pad = -truth[0].numel() % BLOCK
+
+    def norms(values: torch.Tensor) -> torch.Tensor:
+        rows = torch.nn.functional.pad(values.double().flatten(1), (0, pad))
+        return rows.unflatten(1, (-1, BLOCK)).norm(dim=2)
+
+    blocks = norms(truth)
+    least = SMALL_BLOCK * blocks.square().mean().sqrt()
+    worst = float((norms(ours.double() - truth.double()) / torch.maximum(blocks, least).clamp_min(1e-300)).max())
+    return max(whole, BLOCKS_COUNT * worst)
 
 
 def complaint(ours: torch.Tensor, truth: torch.Tensor, tolerance: Tolerance) -> str | None:

@@ -6,7 +6,8 @@ What counts. Two results are compared over every element where the original is f
 not finite (uninitialised padding rows and heads) are left out and counted in `nonfinite_original`. An element where the
 original is finite and ours is not makes the call bad, and is counted in `nonfinite_ours`. Adapters cut away what the
 engine throws away (padded heads) before they compare, and what has no defined result (several rows that write the same
-place); the latter is counted in `left_out`. A call is bad above its bound of relative L2.
+place); the latter is counted in `left_out`. A call is bad above its bound of relative L2, or where a row of it is above
+ROW_BOUNDS times that: one wrong row of a prompt's thousands is a small part of the call, and all of its token.
 
 How it works. Each (patch, layer, call shape, eager or captured) owns one row of a float64 table on the device. A call
 updates its row by device operations alone and copies it to the same row of a table in pinned host memory. Under CUDA
@@ -44,6 +45,8 @@ CHUNK_ELEMENTS = 1 << 22  # float32 temporaries of one comparison step: 16 MiB e
 WRITE_EVERY_S = 0.5
 LOG_EVERY_S = 60.0
 EXACT_ROWS = 128  # above it, eager row counts are recorded by power of two
+ROW_BOUNDS = 2.0  # a row's bound, in the call's: in all recorded runs no row of ours was above the call's own
+SMALL_ROW = 1e-3  # of the root mean square of a tensor's rows: what is smaller counts as if it were so large
 TINY = 1e-30
 
 
@@ -55,7 +58,7 @@ class Comparison:
     identity     (*args, **kwargs) -> hashable that is constant for a layer (a cache's address); layers are numbered in
                  the order in which their identities first appear
     shape        (*args, **kwargs) -> mapping of names to ints, with "rows"
-    relative_l2  a call above it is bad
+    relative_l2  a call above it is bad, and one with a row above ROW_BOUNDS times it
     """
 
     tensors: Callable
@@ -155,10 +158,11 @@ def _rows_bucket(rows: int) -> int | str:
 
 def difference(pairs) -> dict[str, torch.Tensor]:
     """Differences of the pairs taken as one call: float64 scalars on the device."""
-    row_errors, row_references, worst, nonfinite_ours, nonfinite_original = [], [], [], [], []
+    errors, references, worst_rows, worst, nonfinite_ours, nonfinite_original = [], [], [], [], [], []
     for ours, original in pairs:
         if ours.shape != original.shape:
             raise ValueError(f"shadow: ours has shape {tuple(ours.shape)}, the original {tuple(original.shape)}")
+        row_errors, row_references = [], []
         step = max(1, CHUNK_ELEMENTS // max(1, ours[0].numel()))
         for start in range(0, ours.shape[0], step):
             a = ours[start : start + step].flatten(1).float()
@@ -172,10 +176,14 @@ def difference(pairs) -> dict[str, torch.Tensor]:
             worst.append(error.abs().amax().double())
             nonfinite_ours.append(a_missing.sum(dtype=torch.float64))
             nonfinite_original.append((~b_finite).sum(dtype=torch.float64))
-    row_error, row_reference = torch.cat(row_errors), torch.cat(row_references)
+        row_error, row_reference = torch.cat(row_errors), torch.cat(row_references)
+        least = (SMALL_ROW**2 * row_reference.mean()).clamp_min(TINY)
+        worst_rows.append((row_error / torch.maximum(row_reference, least)).sqrt().amax())
+        errors.append(row_error.sum())
+        references.append(row_reference.sum())
     return {
-        "relative_l2": (row_error.sum() / row_reference.sum().clamp_min(TINY)).sqrt(),
-        "row_relative_l2": (row_error / row_reference.clamp_min(TINY)).sqrt().amax(),
+        "relative_l2": (torch.stack(errors).sum() / torch.stack(references).sum().clamp_min(TINY)).sqrt(),
+        "row_relative_l2": torch.stack(worst_rows).amax(),
         "absolute_error": torch.stack(worst).amax(),
         "nonfinite_ours": torch.stack(nonfinite_ours).sum(),
         "nonfinite_original": torch.stack(nonfinite_original).sum(),
@@ -189,7 +197,8 @@ def _update(record_row: torch.Tensor, found: Mapping[str, torch.Tensor], rows: i
     first_bad = record_row[len(SUMS) + len(MAXIMA) :]
     error = found["relative_l2"]
     one, row_count = torch.ones_like(error), torch.full_like(error, rows)
-    bad = ((error > relative_l2) | (found["nonfinite_ours"] > 0)).double()
+    is_above = (error > relative_l2) | (found["row_relative_l2"] > ROW_BOUNDS * relative_l2)
+    bad = (is_above | (found["nonfinite_ours"] > 0)).double()
     is_first_bad = (bad > 0) & (sums[SUMS.index("bad_calls")] == 0)
     first_bad.copy_(torch.where(is_first_bad, torch.stack([sums[SUMS.index("calls")] + 1, row_count]), first_bad))
     sums.add_(torch.stack([one, error, bad, row_count, *(found[name] for name in LEFT_OUT)]))
@@ -302,7 +311,7 @@ def describe(line: Mapping) -> str:
         f"shadow {line['patch']}: {line['calls']} calls ({line['replayed_calls']} in replayed graphs), "
         f"relative L2 mean {line['relative_l2_mean']:.2e} max {line['relative_l2_max']:.2e} "
         f"(worst row {line['row_relative_l2_max']:.2e}), worst absolute error {line['absolute_error_max']:.2e}, "
-        f"{line['bad_calls']} calls above {line['bound']:g}"
+        f"{line['bad_calls']} calls above {line['bound']:g} (a row: {ROW_BOUNDS * line['bound']:g})"
     )
     if line["nonfinite_ours"] or line["nonfinite_original"]:
         text += f", not finite: ours {line['nonfinite_ours']}, original {line['nonfinite_original']} elements"

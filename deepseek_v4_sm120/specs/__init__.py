@@ -5,7 +5,8 @@ bounds.py          what is allowed of each operator's results: one number for ea
 <operator>.py      one operator:
                      make_inputs and the like: its arguments, hostile ones by options; what must not be read is poison
                      checks(quick)      -> the self-test's Checks
-                     ERROR, error(provider, result, inputs) -> float, how far off a result is, by the reference
+                     ERROR, error(provider, result, inputs) -> float, how far off a result is, by the reference; of ours
+                                        in its worst place, too
                      max_error(provider, case) -> what is allowed of it
                      providers()        -> who computes it: `ours` first, SGLang's own call as `stock`, others
                      cases(tp, context, concurrency, quick) -> shapes of a plan, with name and bytes_per_call; where

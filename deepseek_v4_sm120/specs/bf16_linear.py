@@ -17,13 +17,14 @@ from deepseek_v4_sm120.ops import bf16_linear as op
 from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import bf16_linear as reference
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.check import ON_GPU, Check, same, within
 from deepseek_v4_sm120.specs.provider import (
     OURS,
     STOCK,
     Provider,
+    error_of,
     first_installed,
     is_installed,
     our_problem,
@@ -125,7 +126,7 @@ def _check_head() -> str:
 
 def _check_rows(x, weight, few: tuple[int, ...]) -> str:
     out = op.bf16_linear(x, weight)
-    error = within(relative_error(out, reference.bf16_linear(x, weight)), bounds.BF16_LINEAR.truth)
+    error = within(strict_error(out, reference.bf16_linear(x, weight)), bounds.BF16_LINEAR.truth)
     for rows in few:
         same(op.bf16_linear(x[:rows], weight), out[:rows], f"{rows} rows alone and among {len(x)}")
     return f"{error}; rows alone equal the rows among others"
@@ -190,7 +191,7 @@ class TimingInputs:
 
 
 def error(provider: str, result, inputs: Inputs) -> float:
-    return relative_error(result, reference.bf16_linear(inputs.x, inputs.weight))
+    return error_of(provider, result, reference.bf16_linear(inputs.x, inputs.weight))
 
 
 # ---- who computes it

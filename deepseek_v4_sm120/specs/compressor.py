@@ -22,7 +22,7 @@ from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import compressor as op
 from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.reference import index_select, kv_pages
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure, same, within
 from deepseek_v4_sm120.specs.provider import (
@@ -36,6 +36,8 @@ from deepseek_v4_sm120.specs.provider import (
 )
 from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
 
+# The error of ours against the reference's own rounding counts so many times: what it may be is that much less
+STORED_COUNTS = bounds.COMPRESSOR.others / bounds.COMPRESSOR_STORED
 ERROR = "greatest relative error of the entries against float64, the cache's rounding in it; infinite: a wrong state"
 MOST_ROWS = 64  # of a decode step
 SINCE = (0, 5, 14)
@@ -313,11 +315,24 @@ def _check_kind(kind: str) -> str:
     ended, entries = reference.compressor(**truth.arguments())
     if not torch.equal(ours.state.view(torch.int32), truth.state.view(torch.int32)):
         raise Failure("the state is not what the reference wrote")
-    stored = reference.read(ours.cache, ours.page_size, ours.out_loc[ended], head_dim, fp4)
+    stored, rounded = (reference.read(m.cache, m.page_size, m.out_loc[ended], head_dim, fp4) for m in (ours, truth))
     error = within(relative_error(stored, entries), KINDS[kind].rounding)
+    # one number of FP4 is as much of a block as is allowed of it
+    beside = (relative_error if fp4 else strict_error)(stored, rounded)
+    within(beside, bounds.COMPRESSOR_STORED, "relative error against the reference's rounding")
+    untouched = untouched_bytes(inputs, truth)
+    same(ours.cache[untouched], inputs.cache[untouched], "bytes of the cache that are no entry's, before and after,")
     one, among = (reference.read(m.cache, m.page_size, inputs.out_loc[:1], head_dim, fp4) for m in (alone, ours))
     same(one, among, "a row alone and among 40")
     return f"{error}; a row alone equals the row among others"
+
+
+def untouched_bytes(inputs: Inputs, written: Inputs) -> torch.Tensor:
+    """Where the cache is what it was, bool [pages, bytes]. written: by the reference, from the same inputs."""
+    other = inputs.copy()
+    other.cache.bitwise_not_()
+    reference.compressor(**other.arguments())
+    return other.cache != written.cache
 
 
 def _check_many(kind: str) -> str:
@@ -480,8 +495,10 @@ def error(provider: str, result: Call, inputs: Call) -> float:
         return math.inf
     if not len(ended):
         return 0.0
-    head_dim = done.norm_weight.shape[0]
-    return relative_error(reference.read(done.cache, done.page_size, done.out_loc[ended], head_dim, done.fp4), entries)
+    head_dim, slots = done.norm_weight.shape[0], done.out_loc[ended]
+    stored, rounded = (reference.read(c, done.page_size, slots, head_dim, done.fp4) for c in (done.cache, truth.cache))
+    off = relative_error(stored, entries)
+    return max(off, STORED_COUNTS * strict_error(stored, rounded)) if provider == OURS else off
 
 
 # ---- who computes it

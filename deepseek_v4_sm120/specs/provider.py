@@ -69,6 +69,13 @@ def our_problem() -> str | None:
     return extension.problem()
 
 
+def error_of(provider: str, result, truth) -> float:
+    """Of ours in the worst place, too; others, which may be coarse, over all."""
+    from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
+
+    return (strict_error if provider.startswith(OURS) else relative_error)(result, truth)
+
+
 def rows_of(concurrency: int, quick: bool, most: int) -> list[int]:
     """Rows of a decode step, at most as many as the operator takes."""
     rows = {1, concurrency} if quick else {1, concurrency, *MORE_ROWS}

@@ -16,7 +16,7 @@ import torch
 
 from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.reference import wo_a as reference
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import strict_error
 from deepseek_v4_sm120.reference.fp8_linear import dequantized
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure, same, within
@@ -26,6 +26,7 @@ from deepseek_v4_sm120.specs.provider import (
     STOCK,
     PerWeight,
     Provider,
+    error_of,
     first_installed,
     our_problem,
     rows_of,
@@ -98,7 +99,7 @@ def _check_few_rows(groups: int) -> str:
     x, weight, scale, freqs_cis, positions = make_wo_a(op.FP8_ROWS, groups, generator)
     together = op.wo_a(x, weight, scale, freqs_cis=freqs_cis, positions=positions)
     truth = reference.wo_a(x, weight, scale, freqs_cis, positions)
-    error = within(relative_error(together, truth), bounds.WO_A.truth)
+    error = within(strict_error(together, truth), bounds.WO_A.truth)
     for rows in (1, 8, 64):
         alone = op.wo_a(x[:rows], weight, scale, freqs_cis=freqs_cis, positions=positions[:rows])
         same(alone, together[:rows], f"{rows} rows alone and among {op.FP8_ROWS}")
@@ -109,7 +110,7 @@ def _check_prompt(groups: int) -> str:
     """A prompt's rows: the product with weights that are expanded for it."""
     x, weight, scale, *_ = make_wo_a(300, groups, torch.Generator("cuda").manual_seed(groups))
     held = torch.cuda.memory_allocated()
-    error = relative_error(op.wo_a(x, weight, scale), reference.wo_a(x, weight, scale))
+    error = strict_error(op.wo_a(x, weight, scale), reference.wo_a(x, weight, scale))
     told = within(error, bounds.WO_A.truth)
     if (kept := torch.cuda.memory_allocated() - held) > 0:
         raise Failure(f"{kept} bytes are still allocated")
@@ -178,7 +179,8 @@ class TimingInputs:
 
 def error(provider: str, result, inputs: Inputs) -> float:
     """result [rows, groups * outputs]."""
-    return relative_error(result, reference.wo_a(inputs.x, inputs.weight, inputs.scale, **inputs.rotation).flatten(1))
+    truth = reference.wo_a(inputs.x, inputs.weight, inputs.scale, **inputs.rotation)
+    return error_of(provider, result, truth.flatten(1))
 
 
 # ---- who computes it

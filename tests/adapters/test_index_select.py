@@ -271,6 +271,14 @@ def test_shadow_counts_entries_that_differ(monkeypatch):
     assert records[adapter.WITHIN_TOLERANCE]["absolute_error_max"] == 0
 
 
+def test_an_entry_chosen_twice_is_one_too_few():
+    scores, lengths = torch.tensor([[10.0, 5.0, 4.0, 1.0]]), torch.full((1,), 4, dtype=torch.int32)
+    stock = torch.tensor([[2, 0, 1, -1]], dtype=torch.int32)
+    for ours, wrong in (((0, 1, 2, -1), 0), ((0, 1, 1, -1), 1), ((0, 0, 0, -1), 2)):
+        entries = torch.tensor([ours], dtype=torch.int32)
+        assert adapter.compare_sets(scores, lengths, entries, entries, stock)[0].tolist() == [wrong]
+
+
 def test_sets_near_the_threshold_and_of_other_sizes():
     scores = torch.tensor([[10.0, 5.0, 4.999, 1.0], [10.0, 5.0, 4.0, 1.0], [10.0, 5.0, 4.0, 1.0]])
     lengths = torch.full((3,), 4, dtype=torch.int32)

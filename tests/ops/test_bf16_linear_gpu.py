@@ -8,7 +8,7 @@ import torch
 from deepseek_v4_sm120.ops import bf16_linear as op
 from deepseek_v4_sm120.ops.bf16_linear import bf16_linear
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import strict_error
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference
 from deepseek_v4_sm120.specs.bf16_linear import make_weight, make_x
 from deepseek_v4_sm120.specs.bounds import BF16_LINEAR
@@ -41,7 +41,7 @@ def test_against_the_reference(rows, inputs, outputs, device):
     x, weight = make(rows, inputs, outputs, device, seed=rows)
     truth = reference(x, weight)
     assert float(truth.abs().max()) > 0
-    assert relative_error(bf16_linear(x, weight), truth) < BF16_LINEAR.truth
+    assert strict_error(bf16_linear(x, weight), truth) < BF16_LINEAR.truth
     rounded = bf16_linear(x, weight, out_dtype=torch.bfloat16)
     assert torch.equal(rounded, bf16_linear(x, weight).bfloat16())
 

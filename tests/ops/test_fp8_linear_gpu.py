@@ -9,7 +9,7 @@ from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.ops.fp8_linear import LAUNCH_ROWS, fp8_grouped_linear, fp8_linear
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import fp8_linear as reference
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.specs.bounds import FP8_LINEAR, LATENT_NORM
 from deepseek_v4_sm120.specs.fp8_linear import make_weight, make_x, matrices
 
@@ -53,7 +53,7 @@ def test_the_latents_norm(device):
     x[7, 3], x[9, 1000], x[11] = torch.nan, torch.inf, 0
     found, truth = op.latent_norm(x, weight, 1e-6), reference.latent_norm(x, weight, 1e-6)
     kept = [row for row in range(300) if row not in (7, 9)]
-    assert relative_error(found[kept], truth[kept]) < LATENT_NORM.truth and not found[11].any()
+    assert strict_error(found[kept], truth[kept]) < LATENT_NORM.truth and not found[11].any()
     assert found[7].isnan().all() and found[9].isnan().sum() == 1
     for row in (0, 7, 12, 299):
         assert torch.equal(_bits(op.latent_norm(x[row : row + 1], weight, 1e-6)[0]), _bits(found[row]))
@@ -82,7 +82,7 @@ def test_every_matrix_of_the_model(shape):
     together = fp8_grouped_linear(x, weight, scale)
     for rows in (1, 5, 16, 24, 64):
         out = fp8_grouped_linear(x[:rows], weight, scale)
-        assert relative_error(out, truth[:rows]) < FP8_LINEAR.truth
+        assert strict_error(out, truth[:rows]) < FP8_LINEAR.truth
         assert torch.equal(_bits(out), _bits(together[:rows]))
 
 
@@ -90,14 +90,14 @@ def test_every_matrix_of_the_model(shape):
 def test_rows_and_scales(rows):
     for ue8m0 in (False, True):
         x, weight, scale = _plain(rows, 1536, 4096, ue8m0=ue8m0)
-        assert relative_error(fp8_linear(x, weight, scale), reference.fp8_linear(x, weight, scale)) < FP8_LINEAR.truth
+        assert strict_error(fp8_linear(x, weight, scale), reference.fp8_linear(x, weight, scale)) < FP8_LINEAR.truth
 
 
 @pytest.mark.parametrize("size", ODD_SIZES, ids=str)
 def test_odd_sizes(size):
     x, weight, scale = _plain(64, *size)
     truth, together = reference.fp8_linear(x, weight, scale), fp8_linear(x, weight, scale)
-    assert relative_error(together, truth) < FP8_LINEAR.truth
+    assert strict_error(together, truth) < FP8_LINEAR.truth
     for rows in (1, 8, 13, 30):
         assert torch.equal(_bits(fp8_linear(x[:rows], weight, scale)), _bits(together[:rows]))
 
@@ -160,7 +160,7 @@ def test_a_prompt_has_the_bits_of_its_rows(shape):
     groups, outputs, inputs = shape
     x, weight, scale = _make(2100, outputs, inputs, groups=groups)
     together = fp8_grouped_linear(x, weight, scale)
-    assert relative_error(together[:300], reference.fp8_grouped_linear(x[:300], weight, scale)) < FP8_LINEAR.truth
+    assert strict_error(together[:300], reference.fp8_grouped_linear(x[:300], weight, scale)) < FP8_LINEAR.truth
     for first in (0, 100, 1000, 2040, 2092):
         few = fp8_grouped_linear(x[first : first + 8], weight, scale)
         assert torch.equal(_bits(together[first : first + 8]), _bits(few))

@@ -96,6 +96,18 @@ def test_ties_zeros_and_nan():
     assert reference.topk_select(scores, torch.tensor([6]), k=5)[1].tolist() == [[0, 1, 2, 4, 5]]
 
 
+@pytest.mark.parametrize("fp4", [False, True])
+def test_keys_that_come_again_are_ties_at_the_border(fp4):
+    """Of the self-test: a choice that takes the later of equals differs."""
+    inputs = make_inputs(Shape(2, (3000, 9001), fp4, distinct=700), device="cpu")
+    logits = reference.mqa_logits(**inputs.arguments()).float()
+    _, entries = reference.topk_select(logits, inputs.lengths)
+    for row, chosen in zip(logits, entries.long(), strict=True):
+        equal = (row == row[chosen].min()).nonzero()[:, 0]
+        taken = torch.isin(equal, chosen)
+        assert 0 < int(taken.sum()) < len(equal) and bool(taken[: int(taken.sum())].all())
+
+
 def test_fp4_rounding_of_ties_and_signs():
     x = torch.zeros(1, 128)
     x[0, :8] = torch.tensor([6.0, 0.25, 0.75, 1.25, 2.5, 5.0, -0.1, -5.1])

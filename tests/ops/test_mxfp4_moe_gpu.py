@@ -9,7 +9,7 @@ import torch
 
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.ops.mxfp4_moe import DECODE_ROWS, mxfp4_moe
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.reference.mxfp4_moe import local_experts, tiles
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
 from deepseek_v4_sm120.specs import bounds
@@ -66,7 +66,8 @@ def test_against_the_reference(name, device):
     truth = reference(**inputs.arguments())
     assert bool(torch.isfinite(out).all())
     assert float(truth.abs().max()) > 0
-    assert relative_error(out, truth) < bounds.MXFP4_MOE.truth
+    measure = relative_error if inputs.shape.wide_scales else strict_error  # there few terms rule a block
+    assert measure(out, truth) < bounds.MXFP4_MOE.truth
     assert torch.equal(out, mxfp4_moe(**inputs.arguments()))
 
 
@@ -190,7 +191,7 @@ def test_a_captured_call_follows_its_inputs(rows, device):
         inputs.topk_weights.copy_(routed_weights(fresh, generator))
         graph.replay()
         assert torch.equal(out, mxfp4_moe(**inputs.arguments()))
-        assert relative_error(out, reference(**inputs.arguments())) < bounds.MXFP4_MOE.truth
+        assert strict_error(out, reference(**inputs.arguments())) < bounds.MXFP4_MOE.truth
 
 
 def test_calls_on_two_streams(device):
@@ -247,8 +248,8 @@ def test_rows_far_from_one(factor, device):
 def test_mxfp8_activations(rows, device):
     inputs = make_inputs(dataclasses.replace(BASE, rows=rows), seed=3, device=device)
     out = mxfp4_moe(**inputs.arguments(), activations="mxfp8")
-    assert relative_error(out, reference(**inputs.arguments(), activations="mxfp8")) < bounds.MXFP4_MOE_MXFP8_ROUNDED
-    assert relative_error(out, reference(**inputs.arguments())) < bounds.MXFP4_MOE_MXFP8.truth
+    assert strict_error(out, reference(**inputs.arguments(), activations="mxfp8")) < bounds.MXFP4_MOE_MXFP8_ROUNDED
+    assert strict_error(out, reference(**inputs.arguments())) < bounds.MXFP4_MOE_MXFP8.truth
 
 
 @pytest.mark.parametrize("rows, hidden", [(1, 4096), (3, 7168), (256, 4096), (700, 256)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import mxfp4_moe as op
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.reference.mxfp4_moe import local_experts, mxfp4_moe
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
@@ -36,8 +36,9 @@ def test_against_the_reference(name):
     inputs = make_inputs(SHAPES[name], seed=len(name))
     found = ours(inputs)
     right = mxfp4_moe(**inputs.arguments(), activations="mxfp8")
-    assert relative_error(found, right) < bounds.MXFP4_MOE_MXFP8_ROUNDED
-    assert relative_error(found, mxfp4_moe(**inputs.arguments())) < bounds.MXFP4_MOE_MXFP8.truth
+    measure = relative_error if inputs.shape.wide_scales else strict_error  # there few terms rule a block
+    assert measure(found, right) < bounds.MXFP4_MOE_MXFP8_ROUNDED
+    assert measure(found, mxfp4_moe(**inputs.arguments())) < bounds.MXFP4_MOE_MXFP8.truth
     assert all(torch.equal(found, ours(inputs)) for _ in range(5))
 
 
@@ -49,7 +50,7 @@ def test_rows_that_nobody_reads():
     found = ours(inputs)
     assert not found[alone].any()
     inputs.hidden[alone] = 0
-    assert relative_error(found, mxfp4_moe(**inputs.arguments(), activations="mxfp8")) < bounds.MXFP4_MOE_MXFP8_ROUNDED
+    assert strict_error(found, mxfp4_moe(**inputs.arguments(), activations="mxfp8")) < bounds.MXFP4_MOE_MXFP8_ROUNDED
 
 
 def test_no_pairs_at_all():
@@ -60,7 +61,7 @@ def test_scales_that_are_no_numbers_and_none():
     inputs = make_inputs(Shape(300, hidden=512, inter=256, experts=8), seed=5)
     inputs.w13_scale[:, ::3, 1] = 0
     found = ours(inputs)
-    assert relative_error(found, mxfp4_moe(**inputs.arguments(), activations="mxfp8")) < bounds.MXFP4_MOE_MXFP8_ROUNDED
+    assert strict_error(found, mxfp4_moe(**inputs.arguments(), activations="mxfp8")) < bounds.MXFP4_MOE_MXFP8_ROUNDED
     inputs.w2_scale[1, 5, 3] = 255
     reads = (inputs.topk_ids == 1).any(dim=1)
     spoilt = ours(inputs)

@@ -15,7 +15,7 @@ from deepseek_v4_sm120.ops.fp8_linear import LAUNCH_ROWS, fp8_linear
 from deepseek_v4_sm120.ops.mhc import mhc, mhc_head
 from deepseek_v4_sm120.ops.wo_a import wo_a
 from deepseek_v4_sm120.reference import wo_a as wo_a_reference
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as experts_reference
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.bf16_linear import make_weight as make_bf16_weight
@@ -72,7 +72,7 @@ def test_wo_a(groups):
     step = {"freqs_cis": freqs_cis, "positions": positions[:200]}
     assert same_bits(together[:200], wo_a(x[:200], weight, scale, **step)), "and those of a step without the setting"
     truth = wo_a_reference.wo_a(x[5000:5050], weight, scale, freqs_cis, positions[5000:5050])
-    assert relative_error(together[5000:5050], truth) < bounds.WO_A.truth
+    assert strict_error(together[5000:5050], truth) < bounds.WO_A.truth
 
 
 def test_wo_a_of_more_rows_than_a_launch_takes():
@@ -128,7 +128,7 @@ def test_experts(shape, device):
     part = slice(500, 530)
     given = inputs.arguments()
     cut = {name: given[name][part] for name in ("hidden", "topk_ids", "topk_weights")}
-    assert relative_error(together[part], experts_reference(**(given | cut))) < bounds.MXFP4_MOE.truth
+    assert strict_error(together[part], experts_reference(**(given | cut))) < bounds.MXFP4_MOE.truth
 
 
 def test_a_graph_replays_experts(device):

@@ -17,7 +17,7 @@ import torch
 
 from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.reference.accuracy import Tolerance, complaint, relative_error
+from deepseek_v4_sm120.reference.accuracy import Tolerance, complaint, relative_error, strict_error
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
 from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
 from deepseek_v4_sm120.specs.sparse_decode import (
@@ -60,7 +60,7 @@ def verify(case, inputs: Inputs, result, *, lse_tolerance: Tolerance = LSE) -> N
     """The result of a call that has been made, against float64."""
     out, lse = result
     truth, true_lse = reference(**inputs.arguments())
-    error = relative_error(out, truth)
+    error = strict_error(out, truth)
     assert error <= SPARSE_DECODE.truth, f"{case}: relative error {error:.5f}, allowed {SPARSE_DECODE.truth}"
     problem = complaint(lse, true_lse, lse_tolerance)
     assert problem is None, f"{case}: lse: {problem}"
@@ -146,7 +146,7 @@ def test_flashmla_inputs_and_tolerances(extra, heads, device):
         for name, ours, true, tolerance in (("out", out, truth, FLASHMLA_OUT), ("lse", lse, true_lse, FLASHMLA_LSE)):
             problem = complaint(ours, true, tolerance)
             assert problem is None, f"{case}: {name}: {problem}"
-        error = relative_error(out, truth)
+        error = strict_error(out, truth)
         assert error <= SPARSE_DECODE.truth, f"{case}: relative error {error:.5f}"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from deepseek_v4_sm120.ops.sparse_decode import MAX_TABLE_WIDTH, sparse_decode
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import strict_error
 from deepseek_v4_sm120.reference.sparse_decode import indices_of_page_table
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
 from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
@@ -64,7 +64,7 @@ def test_accuracy(heads, page_size, prefill, device):
     extra = CacheShape(page_size, 1024, lengths=(1024, 0, 700, 1), tables=2)
     inputs = make_inputs(Shape(9, heads, WINDOW, extra), device=device)
     out, _ = by_table(inputs, prefill)
-    error = relative_error(out, reference(**inputs.table_arguments())[0])
+    error = strict_error(out, reference(**inputs.table_arguments())[0])
     assert error <= SPARSE_DECODE.truth, f"relative error {error:.5f}, allowed {SPARSE_DECODE.truth}"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import strict_error
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
 from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
 from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Inputs, Shape, make_inputs
@@ -84,7 +84,7 @@ def test_a_prompts_rows(rows, heads, device):
     chosen = torch.tensor([0, 1, 263, 264, 265, rows // 2 + 1, rows - 2, rows - 1], device=device)
     some = rows_of(inputs, chosen)
     truth, _ = reference(**some.arguments())
-    error = relative_error(result[0][chosen], truth)
+    error = strict_error(result[0][chosen], truth)
     assert error <= SPARSE_DECODE.truth, f"relative error {error:.5f}"
     equal("in another call", call(some, True), tuple(part[chosen] for part in result))
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(device)

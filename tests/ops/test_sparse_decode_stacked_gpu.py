@@ -10,7 +10,7 @@ import torch
 
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.accuracy import strict_error
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
 from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
 from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Inputs, Shape, make_inputs, rms_rows
@@ -67,7 +67,7 @@ def rows_of(inputs: Inputs, rows) -> Inputs:
 
 def verify(case: str, inputs: Inputs, result) -> None:
     truth, true_lse = reference(**inputs.arguments())
-    error = relative_error(result[0], truth)
+    error = strict_error(result[0], truth)
     assert error <= SPARSE_DECODE.truth, f"{case}: relative error {error:.5f}, allowed {SPARSE_DECODE.truth}"
     finite = torch.isfinite(true_lse)
     assert torch.equal(finite, torch.isfinite(result[1])), f"{case}: other rows are empty"
@@ -234,7 +234,7 @@ def test_page_tables_share_as_lists_do(heads, device):
     inputs.page_table, inputs.page_table_rows = table.to(torch.int32), of_row.to(torch.int32)
     by_table = op.sparse_decode(**inputs.table_arguments(), return_lse=True, prefill=True)
     truth, _ = reference(**inputs.table_arguments())
-    error = relative_error(by_table[0], truth)
+    error = strict_error(by_table[0], truth)
     assert error <= SPARSE_DECODE.truth, f"relative error {error:.5f}"
     for row in (0, 5, 15, 16, 41, 50, 74):
         one = dataclasses.replace(

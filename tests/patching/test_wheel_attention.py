@@ -1,21 +1,27 @@
 """SGLang's attention backend of every release, taken out of the wheels and run on the CPU over stand-ins: its call on
 SM120 comes to ours with what ours takes, whatever the rows, the heads that it pads to and the caches of a layer."""
 
+import ast
 import itertools
+import math
 import sys
 import types
 from types import SimpleNamespace
+from typing import Optional
 
 import pytest
 import torch
 
+from deepseek_v4_sm120.patching import contract
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode as adapter
 from deepseek_v4_sm120.sglang_patches.table import BACKEND, SM120_ATTENTION, SM120_ATTENTION_0_5_14
+from deepseek_v4_sm120.specs import sparse_decode as spec
+from deepseek_v4_sm120.specs.provider import STOCK
 from tests.patching.test_wheel_prefill import Metadata as Lists
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import every_release, fetch, since
+from tests.patching.wheels import every_release, fetch, since, tree
 
 FIRST, HEADS, PADDED, DECODE_ROWS = "0.5.14", 16, 64, 64  # DECODE_ROWS: SM120_DECODE_MAX_TOKENS of 0.5.20 and later
 LENGTHS = {4: "c4_sparse_topk_lengths", 128: "c128_topk_lengths_clamp1"}
@@ -148,3 +154,36 @@ def test_its_call_comes_to_ours(version, calls, monkeypatch):
             assert call["extra_indices"].shape[:2] == (rows, 1) and call["extra_topk_length"].shape == (rows,)
         else:
             assert call["extra_kv_pages"] is call["extra_indices"] is call["extra_topk_length"] is None
+
+
+# ---- calibrate's inputs
+
+
+@pytest.mark.parametrize("case", ["window", "C4", "C128"])
+@every_release("0.5.16")
+def test_calibrates_inputs_are_what_sglangs_own_attention_takes(version, case, sglang_wheel):
+    """Its torch kernel is right on them: nothing is asked for that lies outside of the pools, and of slot 0, which it
+    reads where -1 stands, nothing comes through."""
+    wheel, names = sglang_wheel(version), {"torch": torch, "Optional": Optional, "math": math}
+    whole = tree(wheel, SM120_ATTENTION)
+    parts = [contract.find_definition(whole, name) for name in ("_gather_and_dequant", "_sm120_sparse_decode_fwd")]
+    exec(compile(ast.Module([*filter(is_size, whole.body), *parts], []), "wheel", "exec"), names)
+    page_size = {"window": 0, "C4": 64, "C128": 2}[case]
+    asked = spec.Case(case, 4, 8, page_size, 128, 128)
+    for inputs in spec.correctness_inputs(asked, "cpu"):
+        given = spec._keywords(inputs)
+        given["extra_indices"] = given.pop("extra_indices_in_kvcache")
+        for kind in ("", "extra_"):
+            if given[f"{kind}indices"] is None:
+                continue
+            pool = given[f"{kind}k_cache"]
+            assert int(given[f"{kind}indices"].min()) == -1 or kind and page_size == 2
+            assert int(given[f"{kind}indices"].max()) < pool.shape[0] * pool.shape[1]
+        out, _ = names["_sm120_sparse_decode_fwd"](**given)
+        assert spec.error(STOCK, out, inputs) <= spec.max_error(STOCK, asked)
+
+
+def is_size(node) -> bool:
+    """_NAME = number, or of other such."""
+    simple = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp)
+    return simple and isinstance(node.targets[0], ast.Name) and node.targets[0].id.startswith("_")

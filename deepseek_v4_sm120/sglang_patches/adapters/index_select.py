@@ -226,7 +226,8 @@ def compare_sets(scores, lengths, slots, entries, stock) -> tuple[torch.Tensor, 
     """(wrong, tolerated) [rows] float32: our entries that stock did not choose, beyond and within the tolerance.
 
     Within: stock's own logit of the entry is no further from the k-th greatest of stock's logits than the bound, as a
-    share of the greatest. Rows that choose another number of entries have the difference among the wrong.
+    share of the greatest. Rows that choose another number of entries have the difference among the wrong, and what is
+    chosen twice, in whose place another is missing.
     """
     exact = torch.empty(slots.shape, dtype=torch.float32, device=slots.device)
     topk_select(scores, lengths, k=slots.shape[1], logits=exact)
@@ -238,7 +239,9 @@ def compare_sets(scores, lengths, slots, entries, stock) -> tuple[torch.Tensor, 
     values = scores.gather(1, entries.clamp_min(0).to(torch.int64))
     near = only_ours & ((values - threshold).abs() <= bounds.INDEX_SELECT.shadow * greatest)
     count = ((entries >= 0).sum(dim=1) - (stock >= 0).sum(dim=1)).abs()
-    return ((only_ours & ~near).sum(dim=1) + count).float(), near.sum(dim=1).float()
+    chosen = entries.sort(dim=1).values
+    repeated = (chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)
+    return ((only_ours & ~near).sum(dim=1) + count + repeated.sum(dim=1)).float(), near.sum(dim=1).float()
 
 
 def _differing(some, others) -> torch.Tensor:
