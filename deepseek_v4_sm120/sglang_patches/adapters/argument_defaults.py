@@ -17,6 +17,7 @@ from collections.abc import Callable, MutableMapping
 from importlib.util import find_spec
 
 from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
@@ -118,6 +119,8 @@ def replace_apply_defaults(original: Callable) -> Callable:
             report.write(engine)
         if engine is not None and device_gate.serves_current_device():
             models_served.announce_served_card()
+            if told := extension.stale():
+                report.warn(f"deepseek_v4_sm120: {told}")
             engine.steering.apply(_surroundings(server_args), read, write)
             applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
             if applied:
