@@ -12,7 +12,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(path.stem for path in (REPO / "bench").glob("*.py") if '__name__ == "__main__"' in path.read_text())
-WITHOUT_TORCH = {"features", "load_time", "measured", "timeline"}
+WITHOUT_TORCH = {"features", "measured", "timeline"}
 
 
 def test_a_help_text_of_one_line_is_a_whole_sentence():
@@ -30,6 +30,13 @@ def test_a_benchmark_without_a_card(name, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.startswith("no GPU: torch "), done.stderr
     assert not (tmp_path / "found.json").exists()
+
+
+def test_times_of_loading_without_a_card():
+    command = [sys.executable, str(REPO / "bench/load_time.py")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("no GPU: torch ") and done.stderr.count("\n") == 1
 
 
 def without_packages(name: str, *arguments: str) -> subprocess.CompletedProcess:
