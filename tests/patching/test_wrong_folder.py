@@ -83,6 +83,16 @@ def test_a_checkout_whose_build_is_of_another_state_is_told(python, tree, checko
     assert done.returncode == 0 and done.stderr.count(told) == is_changed, done.stderr
 
 
+@pytest.mark.parametrize("has_it", [False, True])
+def test_a_folder_without_what_python_runs_first_is_told(python, tree, checkout, has_it):
+    """As where the package itself is mounted into a folder that is on PYTHONPATH: all is READY, and nothing patched."""
+    if not has_it:
+        (checkout / "sitecustomize.py").unlink()
+    found = status(python, path=[checkout, tree()], ours=False, check=False)
+    assert found.returncode == 0 and "with what is READY" in found.stdout
+    assert ("warning: our sitecustomize.py has not run in this Python" in found.stdout) is not has_it
+
+
 def test_reasons_are_grouped():
     problems = ["a: no module", "wrong value of X: y", "b: other: thing", "c: no module", "no colon"]
     assert report.by_reason(problems) == ["a, c: no module", "wrong value of X: y", "b: other: thing", "no colon"]
