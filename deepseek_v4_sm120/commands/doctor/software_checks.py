@@ -59,7 +59,7 @@ def _sitecustomize(facts: Facts) -> Iterator[Finding]:
         yield fail(
             "sitecustomize",
             f"{first} is found before ours",
-            "Python runs only the first: a server started like this is not patched",
+            "Python runs only the first: a server started like this has us late, by SGLang's plugins, or not at all",
             f"put our folder first: PYTHONPATH={facts.package}:$PYTHONPATH",
         )
 
