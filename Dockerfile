@@ -1,5 +1,7 @@
 # ./build_docker.sh runs stage `artifact` and exports its files. Stage `runtime` is for people who prefer an image to a mount:
-#   docker build --target runtime --build-arg BASE=lmsysorg/sglang:v0.5.23 -t sglang-deepseek-v4-sm120 .
+#   docker build --target runtime --build-arg BASE=lmsysorg/sglang:v0.5.23 \
+#     --build-arg GIT_COMMIT=$(git rev-parse --short=12 HEAD) -t sglang-sm120 .
+# The build is not given git's folder (.dockerignore): without GIT_COMMIT `status` says "git unknown".
 ARG BASE=lmsysorg/sglang:v0.5.23
 
 # Not a CUDA image: Debian's g++ 12, this Python 3.12 with its headers, and nvcc 13.0 from PyPI wheels are all that the build needs,

@@ -17,6 +17,7 @@ import os
 import sys
 from pathlib import Path
 
+import needs_torch  # noqa: F401
 import torch
 
 REPO = Path(__file__).resolve().parent.parent

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import needs_torch  # noqa: F401
 import torch
 
 REPO = Path(__file__).resolve().parent.parent

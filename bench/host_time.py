@@ -25,6 +25,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import needs_torch  # noqa: F401
 import torch
 
 from deepseek_v4_sm120.ops import all_reduce as all_reduce_op

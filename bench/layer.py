@@ -23,6 +23,7 @@ import math
 import sys
 from pathlib import Path
 
+import needs_torch  # noqa: F401
 import torch
 import triton
 import triton.language as tl

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from types import BuiltinFunctionType
 
+import needs_torch  # noqa: F401
+
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -27,6 +29,8 @@ def measure(folder: str) -> dict[str, list[float]]:
     """Milliseconds of each call in this process, by launcher, between two synchronisations."""
     import torch
 
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
     sys.path.insert(0, folder)
     from deepseek_v4_sm120 import OPS
     from deepseek_v4_sm120.ops.shared import extension
@@ -78,8 +82,12 @@ def main() -> int:
         return 0
     for folder in (f.resolve() for f in options.folders):
         command = [sys.executable, str(Path(__file__).resolve()), "--child", str(folder)]
-        said = [subprocess.check_output(command, text=True) for _ in range(options.processes)]
-        runs = [json.loads(text.splitlines()[-1]) for text in said]
+        runs = []
+        for _ in range(options.processes):
+            done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
+            if done.returncode:
+                return done.returncode  # it has said why
+            runs.append(json.loads(done.stdout.splitlines()[-1]))
         size = sum(path.stat().st_size for path in (folder / "deepseek_v4_sm120").glob("lib*.so"))
         print(f"\n{folder}, kernels {size / 1e6:.1f} MB, ms, median of {len(runs)} processes\n{'':32}  first  later")
         for name in runs[0]:

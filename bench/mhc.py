@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import needs_torch  # noqa: F401
 import torch
 
 REPO = Path(__file__).resolve().parent.parent

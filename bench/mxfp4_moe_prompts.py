@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import needs_torch  # noqa: F401
 import torch
 import triton
 import triton.language as tl

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import needs_torch  # noqa: F401
 import torch
 
 REPO = Path(__file__).resolve().parent.parent

@@ -15,6 +15,7 @@ import sys
 from itertools import product as combinations
 from pathlib import Path
 
+import needs_torch  # noqa: F401
 import torch
 
 REPO = Path(__file__).resolve().parent.parent

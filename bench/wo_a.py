@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import needs_torch  # noqa: F401
 import torch
 
 REPO = Path(__file__).resolve().parent.parent

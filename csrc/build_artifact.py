@@ -587,6 +587,7 @@ def main() -> int:
     )
     parser.add_argument("--git-commit", help="what build_info() reports (default: asked of git)")
     parser.add_argument("--cache", type=Path, default=CACHE, help="objects and private tools")
+    os.umask(0o022)  # a container may run as another user, who reads the folder
     try:
         build(parser.parse_args())
     except (BuildError, OSError) as error:  # of which OSError: a folder that cannot be written, a full disk

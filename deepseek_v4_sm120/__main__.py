@@ -98,7 +98,8 @@ def status() -> dict:
 
     stops           why a server of this model on a GPU that we serve would not start
     report_problem  why no process can write its report; that stops no server
-    surroundings    variables that are none of ours, relative paths
+    not_hooked      why a server that is started like this interpreter has us late, or not at all
+    surroundings    variables that are none of ours, relative paths, a build of another state of the checkout
     """
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.ops.shared import extension
@@ -116,7 +117,8 @@ def status() -> dict:
     package = engine.sources.path(patching.HOST)
     found["host_folder"] = None if package is None else str(package.parent)
     found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
-    found["surroundings"] = report.surroundings()
+    found["not_hooked"] = patching.not_hooked() if package is not None else None
+    found["surroundings"] = [*report.surroundings(), *filter(None, [extension.stale()])]
     folder = settings().report
     found["report_problem"] = report_files.problem(folder) if folder else None
     reports, found["strange_reports"] = report_files.read(folder) if folder else ([], [])
@@ -193,7 +195,7 @@ def _problem_part(found: dict) -> Iterator[str]:
         yield from ("", found["unknown_choices"])
     if found["report_problem"]:
         yield from ("", f"{REPORT}: {found['report_problem']}; servers run, without reports")
-    yield from (f"\nwarning: {text}" for text in found["surroundings"])
+    yield from (f"\nwarning: {text}" for text in (found["not_hooked"], *found["surroundings"]) if text)
 
 
 def _process_part(found: dict) -> Iterator[str]:

@@ -97,12 +97,14 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that looks like one of ours and is none, with the nearest that is."""
-    strangers = sorted(n for n in environ if n not in KNOWN and ("SM1" in n or n.startswith("DSV4")))
+    upper = {name: name.upper() for name in environ if name not in KNOWN}
+    strangers = sorted(name for name, n in upper.items() if "SM1" in n or n.startswith("DSV4"))
     if not strangers:
         return []
     from difflib import get_close_matches
 
-    nearest = {n: get_close_matches(n, KNOWN, n=1, cutoff=0 if n.startswith(PREFIX) else LIKE_OURS) for n in strangers}
+    cutoffs = {name: 0 if upper[name].startswith(PREFIX) else LIKE_OURS for name in strangers}
+    nearest = {name: get_close_matches(upper[name], KNOWN, n=1, cutoff=cutoffs[name]) for name in strangers}
     return [
         f"the variable {name} is none of ours and changes nothing; the nearest is {near[0]}"
         for name, near in nearest.items()

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted(path.stem for path in (REPO / "bench").glob("*.py") if '__name__ == "__main__"' in path.read_text())
+WITHOUT_TORCH = {"features", "measured", "timeline"}
 
 
 def test_a_help_text_of_one_line_is_a_whole_sentence():
@@ -28,3 +30,30 @@ def test_a_benchmark_without_a_card(name, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.startswith("no GPU: torch "), done.stderr
     assert not (tmp_path / "found.json").exists()
+
+
+def test_times_of_loading_without_a_card():
+    command = [sys.executable, str(REPO / "bench/load_time.py")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("no GPU: torch ") and done.stderr.count("\n") == 1
+
+
+def without_packages(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    """-S: of this interpreter's packages none is found."""
+    command = [sys.executable, "-S", str(REPO / f"bench/{name}.py"), *arguments]
+    environment = {one: value for one, value in os.environ.items() if one != "PYTHONPATH"}
+    return subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_help_of_a_benchmark_needs_no_package(name):
+    done = without_packages(name, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}.py") and not done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted({*SCRIPTS} - WITHOUT_TORCH))
+def test_a_benchmark_without_torch(name):
+    done = without_packages(name)
+    assert done.returncode == 1 and done.stdout == "", done.stderr
+    assert done.stderr.startswith(f"{name}.py: torch is not installed for ") and done.stderr.count("\n") == 1

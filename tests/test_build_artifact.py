@@ -183,6 +183,18 @@ def test_failing_build_leaves_the_earlier_folder(tmp_path):
     assert [p.name for p in out.iterdir()] == ["whole"]
 
 
+def test_whoever_a_container_runs_as_can_read_the_folder(tmp_path, monkeypatch):
+    """Else it would run without us, without a word, where the one who built it has a umask of 077."""
+    monkeypatch.setattr(build_artifact, "build", lambda options: (options.out / "ops").mkdir(parents=True))
+    monkeypatch.setattr(sys, "argv", ["build_artifact.py", "--out", str(tmp_path / "build")])
+    before = os.umask(0o077)
+    try:
+        assert build_artifact.main() == 0
+    finally:
+        os.umask(before)
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("build", "build/ops")} == {0o755}
+
+
 # a docker whose builds make one file
 ENGINE = """#!/bin/sh
 for last; do case $last in *dest=*) touch "${last##*dest=}/made";; --help) echo --output;; esac; done

@@ -474,6 +474,7 @@ def test_trying_to_write_changes_nothing(tmp_path):
         *(["calibrate", f"--limit-s={value}"] for value in ("0", "-1", "nan", "-inf")),
         *(["calibrate", f"--{name}", n] for name in ("context", "concurrency") for n in ("0", "-1", "9" * 40)),
         *(["doctor", "--url", value] for value in ("", "http://", "ftp://h", "http://h:99999", "http://u:CaNaRy@h")),
+        ["doctor", "--api-key", "CaNaRy"],  # of no server
     ],
     ids=str,
 )

@@ -68,6 +68,7 @@ SHARED = {
             "layer",
             "load_time",
             "measured",
+            "needs_torch",
             "prompt_sums",
             "sparse_prefill",
         ),

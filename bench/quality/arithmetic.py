@@ -154,6 +154,8 @@ def run(options: argparse.Namespace) -> Verdict:
     at_least(NAME, 1, limit=1 if options.limit is None else options.limit)
     at_least(NAME, 0, shots=options.shots)
     check_bar(NAME, options.min_score)
+    if options.lm_eval and (options.data or options.examples):
+        raise ValueError(f"{NAME}: --lm-eval brings its own questions: leave out --data and --examples")
     if options.lm_eval:
         return run_lm_eval(options, endpoint)
     problems = read_problems(options.data) if options.data else shipped_problems()

@@ -190,10 +190,8 @@ def waves(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
 
 def faults_of_all(answers: list[dict]) -> list[str]:
     """What no answer shows by itself, and all of them do."""
-    strays, stopped = (
-        sum(entry["stray_letters"] > 0 for entry in answers),
-        [e for e in answers if e["finish"] == "stop"],
-    )
+    strays = sum(entry["stray_letters"] > 0 for entry in answers)
+    stopped = [entry for entry in answers if entry["finish"] == "stop"]
     opens, found = sum(entry["is_open"] for entry in stopped), []
     if strays >= FEWEST and strays > MAX_STRAY_SHARE * len(answers):
         found.append(f"letters of a foreign script in {strays} of {len(answers)} answers, a few in each")

@@ -140,8 +140,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def reference_of(options: argparse.Namespace, endpoint: Endpoint) -> dict:
-    if not options.reference:
-        raise ValueError("logit-oracle: give --reference (an address or a file), or --save")
     if saved.is_file(NAME, options.reference):
         return saved.read(NAME, Path(options.reference))
     other = endpoint_of(options, options.reference)
@@ -160,6 +158,8 @@ def run(options: argparse.Namespace) -> Verdict:
     check_bar(NAME, options.min_overlap, "min-overlap")
     if not 0 <= options.max_mean_error < math.inf:
         raise ValueError(f"{NAME}: --max-mean-error must be at least 0 and finite, got {options.max_mean_error:g}")
+    if bool(options.reference) == bool(options.save):
+        raise ValueError(f"{NAME}: give --reference (an address or a file), or --save")
     endpoint = endpoint_of(options)
     if options.save:
         saved.must_be_writable(options.save)

@@ -72,6 +72,16 @@ def relative_entry():
     )
 
 
+def not_hooked():
+    """A sentence where this Python, and so a server that is started like it, has not run our sitecustomize.py."""
+    if _installed or os.environ.get("DSV4_SM120") == "off":
+        return None
+    return (
+        "our sitecustomize.py has not run in this Python: a server that is started like it runs without us, or has us "
+        "late, by SGLang's plugins; put the folder that the build made, as a whole, first on PYTHONPATH"
+    )
+
+
 def working_directory():
     try:
         return os.getcwd()

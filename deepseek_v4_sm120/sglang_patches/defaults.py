@@ -13,6 +13,11 @@ DECODE_STEPS_BETWEEN_CHUNKS = 8
 CAPTURED_ROWS = 1024  # of a prefill pass in graphs, at most; on one card
 HALF_ROWS = 2048  # of a prompt's half at least: fewer are soon bound by the host
 TRIED = 0  # no number: it is tried out
+# whose originals have another order of sums for another number of rows; compressors have not, sums tell themselves
+REPRODUCIBLE = (
+    *("sparse_decode", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "bf16_linear", "mhc"),
+    *("reproducible_head", "reproducible_sampling"),
+)
 
 DEFAULTS = (
     Default(

@@ -332,7 +332,7 @@ def test_what_takes_long_is_announced(tmp_path, monkeypatch, capsys, quick):
     monkeypatch.setattr(probe, "run", told_before)
     found = gathered(tmp_path, rtx())
     monkeypatch.setattr(facts, "gather", lambda root, environ: found)
-    run(argparse.Namespace(url=None, quick=quick, json=True))
+    run(argparse.Namespace(url=None, api_key=None, quick=quick, json=True))
     assert capsys.readouterr().err == ""
 
 
@@ -497,6 +497,18 @@ def test_caches_of_another_user_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(facts.os, "listdir", listdir)
     told = finding(software_checks.checks(gathered(tmp_path)), "kernel caches")
     assert told.state == FAIL and told.found == f"not this user's: {closed}"
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_caches_that_cannot_be_written_are_told(tmp_path, monkeypatch, is_there):
+    """As with docker run --user, where HOME is / for who has no name, and a new volume is root's."""
+    (tmp_path / ("root/.triton/cache" if is_there else "root")).mkdir(parents=True)
+    closed = tmp_path / ("root/.triton/cache" if is_there else "root")
+    os_access = os.access
+    monkeypatch.setattr(facts.os, "access", lambda path, mode: Path(path) != closed and os_access(path, mode))
+    told = finding(software_checks.checks(gathered(tmp_path)), "kernel caches")
+    assert told.state == FAIL and "/root/.triton/cache" in told.found and "HOME=" in told.fix
+    assert ("/root/.cache/flashinfer" in told.found) is not is_there
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_malformed_choices_are_told_with_the_others():
         ("DSV4_SM_120_REPORT", "DSV4_SM120_REPORT"),
         ("DS4_SM120_PROFILE", "DSV4_SM120_PROFILE"),
         ("DSV4_SM12_SET", "DSV4_SM120_SET"),
+        ("dsv4_sm120_set", "DSV4_SM120_SET"),
     ],
 )
 def test_a_variable_that_is_none_of_ours_is_named_with_the_nearest(name, nearest):

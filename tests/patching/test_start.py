@@ -362,6 +362,26 @@ def test_in_0_5_23_the_user_decides_and_a_forced_variable_reaches_the_children(r
     assert handover == {"SGLANG_OPT_USE_TOPK_V2": "1"}
 
 
+@pytest.mark.parametrize(
+    ("more", "left_out", "told"),
+    [
+        ("{}", "", []),
+        ("{}", ",fp8_linear=off,all_reduce=off", ["fp8_linear"]),  # two cards' sums have one order
+        ("{'tp_size': 4}", ",all_reduce=off", ["all_reduce"]),
+        ("{'tp_size': 4, 'disable_custom_all_reduce': True}", "", ["all_reduce"]),
+    ],
+)
+def test_a_server_that_cannot_be_reproducible_by_its_settings_says_so(run, more, left_out, told):
+    """As two settings that contradict each other: at its start, and in its report."""
+    code = RESOLVE.replace("tp_size=2, ", "").replace("**MORE", "**{'tp_size': 2} | MORE")
+    code = code.replace(
+        '"states":', '"notes": [describe() for describe, _ in patching.report._notes.values()], "states":'
+    )
+    found = run(code, more=more, version="0.5.23", DSV4_SM120_SET=f"reproducible=on{left_out}")
+    notes = [note.partition(":") for note in found["notes"] if "NOT REPRODUCIBLE" in note]
+    assert [names.split(", ") for names, *_ in notes] == ([told] if told else [])
+
+
 MHC_BOUNDARY = """
     import importlib, json, sys
     sys.path[1:1] = [MACHINE]

@@ -413,7 +413,7 @@ OURS = {
         "places[0]",
         "verdict",
     },
-    "argument_defaults": {"c", "found.hf_config"},
+    "argument_defaults": {"c", "found.hf_config", "engine.steering.outcome('reproducible')"},
     "bf16_linear_dealt": {"communicator", "communicator.product_tags", "group"},
     "prompt_passes": {"communicator"},
     "compressor": {"layout"},

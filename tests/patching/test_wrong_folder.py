@@ -6,10 +6,21 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import report
 from tests.patching.test_table import FAKE_SM120, status
 
 REPO = Path(__file__).resolve().parents[2]
+SERVER = (
+    FAKE_SM120
+    + """
+    import deepseek_v4_sm120.patching as patching
+    patching.install()
+    import sglang.srt.server_args
+    from sglang.srt.arg_groups import deepseek_v4_hook
+    deepseek_v4_hook.apply_deepseek_v4_defaults(None, "DeepseekV4ForCausalLM")
+    """
+)
 
 
 @pytest.fixture
@@ -36,21 +47,50 @@ def test_what_all_operators_lack_is_said_once(python, tree, without_module):
     assert done.returncode == 1 and len(lacking) == 1, done.stdout
     assert lacking[0].startswith("  sparse_decode, index_select, mxfp4_moe, ")
     assert f"\nSGLang            0.5.17, {host}/sglang\n" in done.stdout
-    server = (
-        FAKE_SM120
-        + """
-    import deepseek_v4_sm120.patching as patching
-    patching.install()
-    import sglang.srt.server_args
-    from sglang.srt.arg_groups import deepseek_v4_hook
-    deepseek_v4_hook.apply_deepseek_v4_defaults(None, "DeepseekV4ForCausalLM")
-    """
-    )
-    started = python(server, **found)
+    started = python(SERVER, **found)
     refused = started.stderr.partition("PatchError: ")[2]
     assert started.returncode == 1 and "cannot run here:\n  sparse_decode, " in refused, started.stderr
     assert refused.count("no compiled module") == 1 and "does not fit" not in started.stderr
     assert "What to do: mend what is named; or set DSV4_SM120_ON_BROKEN=warn" in refused
+
+
+@pytest.fixture
+def checkout(without_module):
+    """A checkout as it is mounted by mistake, with what was built of it in build/."""
+    shutil.copytree(without_module / "deepseek_v4_sm120", without_module / "build/deepseek_v4_sm120")
+    (without_module / "csrc").mkdir()
+    built = without_module / "build/deepseek_v4_sm120"
+    for name in (extension.find().name, extension.LIBRARY):
+        shutil.copyfile(extension.find().with_name(name), built / name)
+    written = extension._record(built.parent)
+    written.parent.mkdir()
+    files = [file for file in built.rglob("*") if file.is_file()]
+    rows = [f"{file.relative_to(built.parent)},{extension._digest(file)},{file.stat().st_size}\n" for file in files]
+    written.write_text("".join(rows))
+    return without_module
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_checkout_whose_build_is_of_another_state_is_told(python, tree, checkout, is_changed):
+    """As after `git pull` alone; by status, and by a server of our model on a card of ours. It starts."""
+    if is_changed:
+        with open(checkout / "deepseek_v4_sm120/ops/mhc.py", "a") as file:
+            file.write("# later\n")
+    told = f"{checkout} is a checkout, and its build/ was made of other files than its mhc.py: calls may fail"
+    asked = {"path": [checkout, tree()], "ours": False, "check": False}
+    assert (f"warning: {told}" in status(python, **asked).stdout) is is_changed
+    done = python(SERVER, **asked)
+    assert done.returncode == 0 and done.stderr.count(told) == is_changed, done.stderr
+
+
+@pytest.mark.parametrize("has_it", [False, True])
+def test_a_folder_without_what_python_runs_first_is_told(python, tree, checkout, has_it):
+    """As where the package itself is mounted into a folder that is on PYTHONPATH: all is READY, and nothing patched."""
+    if not has_it:
+        (checkout / "sitecustomize.py").unlink()
+    found = status(python, path=[checkout, tree()], ours=False, check=False)
+    assert found.returncode == 0 and "with what is READY" in found.stdout
+    assert ("warning: our sitecustomize.py has not run in this Python" in found.stdout) is not has_it
 
 
 def test_reasons_are_grouped():
@@ -104,16 +144,6 @@ def test_half_a_folder_makes_no_import_of_sglang_fail(python, tree, without_modu
 def test_what_only_half_a_folder_lacks_is_no_fault_of_sglangs(python, tree, without_module):
     """Some patches lack the compiled module, and one a file of Python: no other release of ours would mend that."""
     (without_module / "deepseek_v4_sm120/sglang_patches/adapters/argument_defaults.py").unlink()
-    code = (
-        FAKE_SM120
-        + """
-    import deepseek_v4_sm120.patching as patching
-    patching.install()
-    import sglang.srt.server_args
-    from sglang.srt.arg_groups import deepseek_v4_hook
-    deepseek_v4_hook.apply_deepseek_v4_defaults(None, "DeepseekV4ForCausalLM")
-    """
-    )
-    refused = python(code, path=[without_module, tree()], ours=False, check=False).stderr.partition("PatchError: ")[2]
+    refused = python(SERVER, path=[without_module, tree()], ours=False, check=False).stderr.partition("PatchError: ")[2]
     assert "cannot run here:\n" in refused and "argument_defaults" in refused, refused
     assert "What to do: mend what is named; or set" in refused and "use a release" not in refused

@@ -33,7 +33,7 @@ class Cache:
     path: Path
     is_filled: bool
     survives: bool  # on a mount of its own, or outside of a container
-    is_closed: bool = False  # to the user that asks
+    is_closed: bool = False  # to the user that asks, who cannot read or write it
 
 
 @dataclass
@@ -135,10 +135,13 @@ def volumes(caches: Mapping[str, Path]) -> str:
 
 
 def _cache(root: Path, variable: str, path: Path, is_container: bool) -> Cache:
+    folder = root / str(path).lstrip("/")
     try:
-        is_filled, is_closed = bool(os.listdir(root / str(path).lstrip("/"))), False
+        is_filled, is_closed = bool(os.listdir(folder)), False
     except OSError as error:
         is_filled, is_closed = False, isinstance(error, PermissionError)
+    nearest = next(place for place in (folder, *folder.parents) if os.path.exists(place))  # else it is made there
+    is_closed = is_closed or not os.access(nearest, os.W_OK | os.X_OK)
     return Cache(variable, path, is_filled, not is_container or is_mounted(root, path), is_closed)
 
 

@@ -11,13 +11,9 @@ from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok
 from deepseek_v4_sm120.patching import HOST, profile, report
 from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT, ON, USER
 from deepseek_v4_sm120.settings import REPORT
+from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
 
-# whose originals have another order of sums for another number of rows; compressors have not, sums tell themselves
-REPRODUCIBLE = (
-    *("sparse_decode", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "bf16_linear", "mhc"),
-    *("reproducible_head", "reproducible_sampling"),
-)
-NOT_REPRODUCIBLE = "NOT REPRODUCIBLE"  # in a note of sglang_patches/adapters/all_reduce.py
+NOT_REPRODUCIBLE = "NOT REPRODUCIBLE"  # in notes of sglang_patches/adapters
 # FlashInfer's top-k in blocks that wait for each other: until when it could wait for ever, and until when a barrier was
 # missing in front of the wait; read in the wheels of 0.6.11.post1 to 0.7.2
 RENORM_HANGS_BELOW, RENORM_RACES_BELOW = (0, 6, 14), (0, 7, 1)
@@ -63,7 +59,7 @@ def _sitecustomize(facts: Facts) -> Iterator[Finding]:
         yield fail(
             "sitecustomize",
             f"{first} is found before ours",
-            "Python runs only the first: a server started like this is not patched",
+            "Python runs only the first: a server started like this has us late, by SGLang's plugins, or not at all",
             f"put our folder first: PYTHONPATH={facts.package}:$PYTHONPATH",
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.commands.doctor.software_checks import NOT_REPRODUCIBLE, REPRODUCIBLE
+from deepseek_v4_sm120.commands.doctor.software_checks import NOT_REPRODUCIBLE
 from deepseek_v4_sm120.commands.plan.models import FP8
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, HALVES, PREFILL_GRAPHS, Plan, Request
 from deepseek_v4_sm120.commands.speculation import EAGLE
 from deepseek_v4_sm120.ops import all_reduce_sizes
 from deepseek_v4_sm120.settings import asks_for
-from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DEFAULTS, HALF_ROWS
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DEFAULTS, HALF_ROWS, REPRODUCIBLE
 
 # on two cards, where it was seen; and the first release whose reproducible compressors are ours
 DEALT_PRODUCTS, DEALT_SINCE, DEALT_SEEN, REPRODUCIBLE_SINCE = "dealt_products", (0, 5, 14), 2, (0, 5, 20)

@@ -103,12 +103,35 @@ def _damage(path: Path, size: int, *_changes: int) -> str | None:
         return f"was not made by this build: {record} has no such file; {_REMEDY}"
     if str(size) != row[2]:
         return f"has {size} bytes, {record} says {row[2]}: it is cut off, or of another build; {_REMEDY}"
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256") if sys.version_info >= (3, 11) else hashlib.sha256(file.read())
-    found = "sha256=" + base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+    found = _digest(path)
     if found != row[1]:
         return f"is {found}, {record} says {row[1]}: it is damaged, or of another build; {_REMEDY}"
     return None
+
+
+def _digest(path: Path) -> str:
+    """As RECORD has it."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256") if sys.version_info >= (3, 11) else hashlib.sha256(file.read())
+    return "sha256=" + base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+
+
+def stale() -> str | None:
+    """Which of the operators' files of a checkout are not those that its build/ was made of, and what to do: what they
+    hand to the module there may be what another one takes."""
+    path = find()
+    if path is None or path.parent == _PACKAGE or not _record(path.parent.parent).is_file():
+        return None
+    with open(_record(path.parent.parent), newline="") as lines:
+        rows = [row for row in csv.reader(lines) if row and row[0].startswith(f"{_PACKAGE.name}/ops/")]
+    files = {_PACKAGE.parent / name: digest for name, digest, _ in rows if name.endswith(".py")}
+    if not (others := [file.name for file, digest in files.items() if not file.is_file() or _digest(file) != digest]):
+        return None
+    return (
+        f"{_PACKAGE.parent} is a checkout, and its build/ was made of other files than its {', '.join(others[:3])}"
+        f"{', ...' if others[3:] else ''}: calls may fail or be wrong; build again with ./build_docker.sh, and put the "
+        "folder build/ itself on PYTHONPATH"
+    )
 
 
 def absent_sources() -> str | None:

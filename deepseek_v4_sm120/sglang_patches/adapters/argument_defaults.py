@@ -17,15 +17,20 @@ from collections.abc import Callable, MutableMapping
 from importlib.util import find_spec
 
 from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.ops.all_reduce_sizes import ONE_ORDER_RANKS
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.patching.steering import ON, USER
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
+from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
 SAYS_FP4 = "SGLANG_DSV4_FP4_EXPERTS"  # how the user says what SGLang finds by itself
-OTHER_EXPERTS = "experts: SGLang's own, as they are not FP4. NOT REPRODUCIBLE: their sums' order depends on the rows"
+BY_ROWS = "their sums' order depends on the rows"
+OTHER_EXPERTS = f"experts: SGLang's own, as they are not FP4. NOT REPRODUCIBLE: {BY_ROWS}"
 DUMPER = "DUMPER_"  # variables of SGLang's dumper of what modules return
 ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 
@@ -92,6 +97,16 @@ def _asked(read: Callable) -> dict[str, bool | int]:
     }
 
 
+def _left_out(engine, read: Callable) -> list[str]:
+    """What a reproducible server needs, and the user's settings leave out. (What does not fit stops it; sums and
+    experts that are ours, and yet not in place, tell that themselves.)"""
+    if engine.steering.outcome("reproducible").state not in (ON, USER):
+        return []
+    in_place = engine.in_place() - ({"all_reduce"} if _puts_sums_aside(read) else set())
+    needed = (*REPRODUCIBLE, *(["all_reduce"] if read("tp_size", 1) > ONE_ORDER_RANKS else []))
+    return [name for name in needed if name not in in_place]
+
+
 def _puts_sums_aside(read: Callable) -> bool:
     """Whether the user does without the custom sums that ours stand behind."""
     is_deterministic = read("enable_deterministic_inference", False) and not settings().reproducible
@@ -118,6 +133,8 @@ def replace_apply_defaults(original: Callable) -> Callable:
             report.write(engine)
         if engine is not None and device_gate.serves_current_device():
             models_served.announce_served_card()
+            if told := extension.stale():
+                report.warn(f"deepseek_v4_sm120: {told}")
             engine.steering.apply(_surroundings(server_args), read, write)
             applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
             if applied:
@@ -125,6 +142,10 @@ def replace_apply_defaults(original: Callable) -> Callable:
             if settings().reproducible and not _has_fp4_experts(server_args):
                 report.add_note("experts", lambda: OTHER_EXPERTS)
                 report.warn(f"deepseek_v4_sm120: {OTHER_EXPERTS}")
+            if settings().reproducible and not other and (theirs := _left_out(engine, read)):
+                told = f"{', '.join(theirs)}: SGLang's own, by the settings. NOT REPRODUCIBLE: {BY_ROWS}"
+                report.add_note("reproducible", lambda: told)
+                report.warn(f"deepseek_v4_sm120: {told}")
             report.write(engine)
         return original(server_args, model_arch)
 
