@@ -87,7 +87,7 @@ _this = threading.local()  # coordinator: the rank's
 class State(ModuleType):
     """SGLang's module of groups, in each thread with the rank's own."""
 
-    _PDMUX_PREFILL_TP_GROUP = None
+    _PDMUX_PREFILL_TP_GROUP, _PP = None, SimpleNamespace(world_size=1)
     _TP = property(lambda self: _this.coordinator)
     _ATTN_TP = property(lambda self: _this.coordinator)
     experts = 1
