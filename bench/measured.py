@@ -67,6 +67,7 @@ STEP = {
     "prefill, ms, best": "prefill, ms",
     "launches per step": "launches a step",
     "kernel time per step, us": "kernel time a step, us",
+    "launching a step's graph, us of the host": "graph's launch, us of the host",
 }
 SECTIONS = {
     "serving_h200": Section(

@@ -12,6 +12,9 @@ long it runs.
 
 Sums between cards (--sum): with several ranks, the rank whose n-th sum is the shortest waited for nobody, so that is
 the exchange itself, and what others take longer is skew, which a faster exchange does not shorten.
+
+The host, where the trace has its CUDA calls: how often and how long by name, and how long the card waited for it: stood
+idle until the call had ended that launched what came next. Tracing makes calls longer than they are without.
 """
 
 from __future__ import annotations
@@ -31,18 +34,20 @@ from pathlib import Path
 END = r"ArgMaxOps"
 SUM = r"nccl\w*All|all_reduce::|mhc::summing|cross_device_reduce"
 PROGRAMMATIC, LAUNCH, JOIN = "programmatic", "launch", "joins"
-KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+KINDS, CALLS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 WIDTH = 64  # characters of a kernel's name
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """begin, end: us. stream: None where the profiler does not say."""
+    """Of the card, or a call of the host's. begin, end: us. stream (of a call its thread), launched_by: None where the
+    profiler does not say; the latter is a number that a kernel and the call that launched it share."""
 
     name: str
     stream: object
     begin: float
     end: float
+    launched_by: object = None
 
 
 @dataclass(frozen=True)
@@ -66,19 +71,32 @@ def short(name: str) -> str:
 
 def kernels_of(trace: dict | list) -> list[Kernel]:
     """What ran on the GPU, by its begin. ValueError: there is nothing."""
+    found = _found(trace, KINDS)
+    if not found:
+        raise ValueError("it holds no kernel; was the profiler started with activities GPU?")
+    return found
+
+
+def calls_of(trace: dict | list) -> list[Kernel]:
+    """The host's CUDA calls, by their begin; none where the profiler did not look. ValueError: it is no trace."""
+    return _found(trace, CALLS)
+
+
+def _found(trace: dict | list, kinds: Sequence[str]) -> list[Kernel]:
     events = trace if isinstance(trace, list) else trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
         raise ValueError("it is no trace of torch's profiler: no list of traceEvents")
     try:
         found = [
-            Kernel(one["name"], one.get("tid"), float(one["ts"]), float(one["ts"]) + float(one["dur"]))
+            Kernel(
+                *(one["name"], one.get("tid"), float(one["ts"]), float(one["ts"]) + float(one["dur"])),
+                (one.get("args") or {}).get("correlation"),
+            )
             for one in events
-            if one.get("cat") in KINDS and "dur" in one
+            if one.get("cat") in kinds and "dur" in one
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it is no trace of torch's profiler: {type(error).__name__}: {error}") from error
-    if not found:
-        raise ValueError("it holds no kernel; was the profiler started with activities GPU?")
     return sorted(found, key=lambda kernel: (kernel.begin, kernel.end))
 
 
@@ -177,11 +195,37 @@ def sums_of_ranks(ranks: Sequence[Sequence[Sequence[Kernel]]], pattern: str) -> 
     }
 
 
+def host(steps: Sequence[Sequence[Kernel]], calls: Sequence[Kernel]) -> dict | None:
+    """{calls: [{call, a_step, us}]: means; late_us: {median, greatest}}, us a step; None without any call. late_us: in
+    which the card was idle until the call had ended that launched its next kernel."""
+    if not calls:
+        return None
+    begin, end = steps[0][0].end, max(one.end for one in steps[-1])
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for call in calls:
+        if begin <= call.end <= end:
+            sums[call.name][0] += 1
+            sums[call.name][1] += call.end - call.begin
+    rows = [{"call": name, "a_step": n / len(steps), "us": us / len(steps)} for name, (n, us) in sums.items()]
+    by_number = {call.launched_by: call for call in calls if call.launched_by is not None}
+    late = []
+    for origin, *own in steps:
+        latest, waited = origin.end, 0.0
+        for one in own:
+            launched = by_number[one.launched_by].end if one.launched_by in by_number else latest
+            waited += max(0.0, min(one.begin, launched) - latest)
+            latest = max(latest, one.end)
+        late.append(waited)
+    calls_by_us = sorted(rows, key=lambda row: -row["us"])
+    return {"calls": calls_by_us, "late_us": {"median": statistics.median(late), "greatest": max(late)}}
+
+
 def length_of(path: Sequence[Link]) -> float:
     return sum(link.gap + link.adds for link in path)
 
 
-def report(ranks: Sequence[Sequence[Sequence[Kernel]]], pattern: str) -> dict:
+def report(ranks: Sequence[Sequence[Sequence[Kernel]]], pattern: str, calls: Sequence[Kernel] = ()) -> dict:
+    """calls: the host's of the first rank."""
     steps = ranks[0]
     paths = [critical_path(step) for step in steps]
     lengths = list(map(length_of, paths))
@@ -194,6 +238,7 @@ def report(ranks: Sequence[Sequence[Sequence[Kernel]]], pattern: str) -> dict:
         "path": table(paths),
         "off_the_path": off_path(steps, paths),
         "sums": sums_of_ranks(ranks, pattern) if len(ranks) > 1 else None,
+        "host": host(steps, calls),
     }
 
 
@@ -227,14 +272,20 @@ def text(found: dict, rows: int) -> list[str]:
             f"{sums['sums_a_step']:.0f} sums between cards a step: {sums['exchange_us']:.1f} us the exchange itself; "
             f"beyond it, waiting for other ranks: {skew}"
         )
+    if found["host"]:
+        lines.append("the host's CUDA calls, us a step:")
+        lines += [f"{row['us']:9.1f} {row['a_step']:8.1f}  {row['call']}" for row in found["host"]["calls"][:rows]]
+        late = found["host"]["late_us"]
+        lines.append(f"the card waits for the host {late['median']:.1f} us a step (greatest {late['greatest']:.1f})")
     return lines
 
 
-def load(path: Path, end: str, skip: int) -> list[list[Kernel]]:
-    """A rank's steps. ValueError, with the file's name: it cannot be read, or has none."""
+def load(path: Path, end: str, skip: int) -> tuple[list[list[Kernel]], list[Kernel]]:
+    """A rank's steps and its host's calls. ValueError, with the file's name: it cannot be read, or has no steps."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            return steps_of(kernels_of(json.load(file)), end, skip)
+            trace = json.load(file)
+        return steps_of(kernels_of(trace), end, skip), calls_of(trace)
     except OSError as problem:
         raise ValueError(f"{path}: {problem.strerror or problem}") from problem
     except (ValueError, EOFError, zlib.error) as problem:
@@ -274,8 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     options = parser.parse_args(argv)
     try:
-        ranks = [load(path, options.end, options.skip) for path in options.traces]
-        found = report(ranks, options.sum)
+        ranks, calls = zip(*(load(path, options.end, options.skip) for path in options.traces), strict=True)
+        found = report(ranks, options.sum, calls[0])
     except ValueError as problem:
         print(f"timeline: {problem}", file=sys.stderr)
         return 2

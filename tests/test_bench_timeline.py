@@ -120,6 +120,50 @@ def test_the_command_tells_exchange_from_skew(tmp_path, capsys):
     assert "ArgMaxOps  <- ncclDevKernel_AllReduce" in told
 
 
+def with_host(trace: dict, late: float) -> dict:
+    """Each step is launched by one call of 4 us, which ends so long behind the end of the step before. On another
+    stream a kernel beside the layer, whose call was late as well: nobody waited for that. One call launches nothing."""
+    events, kernels = trace["traceEvents"], [one for one in trace["traceEvents"] if one["cat"] == "kernel"]
+    before = 0.0
+    for number, first in enumerate(range(0, len(kernels), 3)):
+        layer, sums, argmax = kernels[first : first + 3]
+        shift = number * late + late
+        for one in (layer, sums, argmax):
+            one["ts"] += shift
+            one["args"] = {"correlation": number}
+        call = {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": before + late - 4, "dur": 4, "tid": 3}
+        events.append(call | {"args": {"correlation": number}})
+        events.append({"cat": "cuda_driver", "name": "cuEventQuery", "ts": layer["ts"], "dur": 0.5, "tid": 3})
+        beside = {"cat": "kernel", "name": "beside", "ts": layer["ts"] + 2, "dur": 1, "tid": 8}
+        events.append(beside | {"args": {"correlation": -1 - number}})
+        events.append(
+            call | {"name": "cudaLaunchKernel", "ts": layer["ts"], "dur": 1, "args": {"correlation": -1 - number}}
+        )
+        before = argmax["ts"] + argmax["dur"]
+    return trace
+
+
+def test_what_the_card_waits_for_the_host(tmp_path, capsys):
+    """1 us lies in front of each layer, whoever is late."""
+    for late, waits in ((0.0, 0.0), (3.0, 3.0)):
+        trace = written(tmp_path, "host.json", with_host(trace_of(12, 10), late))
+        assert timeline.main([trace, "--out", str(tmp_path / "out.json")]) == 0
+        found = json.loads((tmp_path / "out.json").read_text())["host"]
+        calls = {row["call"]: (row["a_step"], row["us"]) for row in found["calls"]}
+        assert calls["cuEventQuery"] == (1, 0.5) and calls["cudaLaunchKernel"] == (1, 1)
+        assert calls["cudaGraphLaunch"] == (1, pytest.approx(4))
+        assert found["late_us"] == {"median": pytest.approx(waits), "greatest": pytest.approx(waits)}
+        told = capsys.readouterr().out
+        assert f"the card waits for the host {waits:.1f} us a step" in told and "cudaGraphLaunch" in told
+
+
+def test_without_the_hosts_calls_nothing_is_said_of_it(tmp_path, capsys):
+    trace = written(tmp_path, "0.json", trace_of(12, 1))
+    assert timeline.main([trace, "--out", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["host"] is None
+    assert "host" not in capsys.readouterr().out
+
+
 def test_what_cannot_be_told_is_said(tmp_path, capsys):
     empty = written(tmp_path, "empty.json", {"traceEvents": []})
     assert timeline.main([empty]) == 2 and "no kernel" in capsys.readouterr().err

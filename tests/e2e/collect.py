@@ -255,6 +255,7 @@ def timing_rows(name, batches, prefill_bars=None):
             ("prefill, ms, best", "prefill_ms"),
             ("launches per step", "launches_per_step"),
             ("kernel time per step, us", "busy_us_per_step"),
+            ("launching a step's graph, us of the host", "graph_launch_us_per_step"),
         ):
             if timed.get(key):  # 0: not measured
                 rows.append(row(case, impl, metric, timed[key], bars.get(metric), issue))

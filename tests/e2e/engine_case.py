@@ -25,6 +25,7 @@ import fcntl
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -102,11 +103,15 @@ def is_bad(logprob):
     return logprob is None or not math.isfinite(logprob)
 
 
-def by_kernel(events):
-    """{kernel: (launches, us)} of a profiler trace."""
+CARDS, HOSTS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
+GRAPH_LAUNCH = "cudaGraphLaunch"
+
+
+def by_kernel(events, kinds=CARDS):
+    """{kernel: (launches, us)} of a profiler trace; of HOSTS {call: (calls, us)}."""
     found = collections.defaultdict(lambda: (0, 0.0))
     for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event:
+        if event.get("cat") in kinds and "dur" in event:
             launches, us = found[event["name"][:120]]
             found[event["name"][:120]] = launches + 1, us + event["dur"]
     return dict(found)
@@ -359,9 +364,14 @@ class Case:
         """Launches and busy time of a decode step: a longer run less a shorter one of the same prompts."""
         self.generate(batch, self.options.in_len[0], 1 + PROFILED_STEPS[0], 5)
         repeats = 1 if batch == 1 else 2  # several prompts may enter prefill together or one after the other
-        short, long = ([self.trace(batch, new) for _ in range(repeats)] for new in PROFILED_STEPS)
-        steps = PROFILED_STEPS[1] - PROFILED_STEPS[0]
-        row = min((per_step(a, b, steps) for a in short for b in long), key=lambda r: r["uneven_launches"])
+        length, steps = self.options.in_len[0], PROFILED_STEPS[1] - PROFILED_STEPS[0]
+        kernels, launching = [], []
+        for new in PROFILED_STEPS:
+            seen = [self.events(batch, new, length) for _ in range(repeats)]
+            kernels.append([by_kernel(events) for events in seen])
+            launching.append(min(by_kernel(events, HOSTS).get(GRAPH_LAUNCH, (0, 0.0))[1] for events in seen))
+        row = min((per_step(a, b, steps) for a, b in itertools.product(*kernels)), key=lambda r: r["uneven_launches"])
+        row["graph_launch_us_per_step"] = (launching[1] - launching[0]) / steps  # 0: the profiler did not look
         if row["launches_per_step"] <= 0 or row["busy_us_per_step"] <= 0:
             raise RuntimeError(
                 f"profile: {steps} more decode steps must add launches and time, got {row['launches_per_step']:.1f} "

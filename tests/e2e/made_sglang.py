@@ -174,6 +174,8 @@ class Engine:
         if os.environ.get("FAKE_NO_STEPS") != self.name:
             add("both_gemm", steps, 4.0)
             add("dsv4::sparse_decode_split", 2 * steps, 2.0)
+        call = {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": self.clock, "dur": 70.0, "args": {}}
+        self.traced += [call] * steps
     def stop_profile(self):
         with gzip.open(self.folder + "/t.json.gz", "wt") as f:
             json.dump({"traceEvents": self.traced}, f)
