@@ -73,9 +73,7 @@ SECTIONS = {
     "serving_h200": Section(
         "Serving", "Two servers behind HTTP in turn: stock, and the same with this folder mounted.", {}
     ),
-    "e2e_whole_step_sglang": Section(
-        "The decode step and a long prompt", "The real engine.", STEP, (), True, "flash43"
-    ),
+    "e2e_whole_step_sglang": Section("The decode step and a long prompt", "", STEP, (), True, "flash43"),
     "e2e_chain2_sglang": Section(
         "The decode step over two cards", "Each with the sums that it has there, over NVLink.", STEP, (), True
     ),
