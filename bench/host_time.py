@@ -273,7 +273,7 @@ def of_sum(rows: int) -> Callable:
     coordinator.all_reduce = all_reduce_of_the_coordinator
     state = ModuleType(all_reduce.PARALLEL_STATE)
     state._TP = state._ATTN_TP = coordinator
-    state._PDMUX_PREFILL_TP_GROUP = None
+    state._PDMUX_PREFILL_TP_GROUP, state._PP = None, SimpleNamespace(world_size=1)
     sys.modules[state.__name__] = state
 
     def layer(self):
