@@ -97,10 +97,10 @@ def run_without_gpu(arguments: list[str]) -> int:
         "clang-format": [str(Path(python).with_name("clang-format")), "--dry-run", "-Werror", *map(str, sources)],
     }
     faulty = [name for name, lint in checks.items() if subprocess.run(lint, env=environment, cwd=REPO).returncode]
-    # A file's tests stay together: its wheels are unpacked and its interpreters started once. Five processes more than
+    # A file's tests stay together: its wheels are unpacked and its interpreters started once. Three processes more than
     # cores, for those that wait for servers, and of each one thread, for threads that wait for each other take a core
     # too; in the order of conftest.py, which has the long files early.
-    spread = ["-n", str((os.cpu_count() or 1) + 5), "--dist", "loadfile", "--no-loadscope-reorder"]
+    spread = ["-n", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder"]
     command = [python, "-m", "pytest", "-m", "not gpu", *spread, *arguments]
     tests = subprocess.run(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=REPO).returncode
     fetching.kill()
