@@ -38,6 +38,8 @@ from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
 ISSUE = 2  # of the runs themselves
 EXIT_CODE = "exit code of the engine run"
+# metrics whose value is of two engines; all others are an engine's own
+SHARE = re.compile(r", of (stock's|that behind|the whole's)|, beyond plain decode's|^times the time without")
 RESULTS = {  # name of a result file: stages that go into it
     "e2e": ("ops", "prompt32k", "seams", "shadow43", "ops43", "seams43", "launches43"),
     "e2e_operators": ("index", "router"),
@@ -501,16 +503,18 @@ def identity(found):
 
 
 def added(old, new, is_timed=True):
-    """A result file with what later calls of the same release and device have; of what both have, theirs. Where their
-    engines all ended well, a share without a value is of one that they left out (--only): the older share stays."""
+    """A result file with what later calls of the same release and device have; of what both have, theirs. Where they
+    left out engines (--only), and those that ran all ended well, a share without a value is of one that did not run:
+    the older share stays. What an engine that ran has of its own, and did not reach, is missed."""
     names = [old["device"]["name"], new["device"]["name"]]
     for name, one, other in (("release", old["sglang"], new["sglang"]), *([("device", *names)] if is_timed else [])):
         if one != other:
             raise SystemExit(f"collect: --add needs the same {name}: the file is of {one}, the stages are of {other}")
     features = merged_features([*old.get("features", []), *new.get("features", [])])
     fresh = [r for r in new["rows"] if not r["case"].startswith(FEATURE)] + feature_rows(features)
-    if {r["value"] for r in fresh if r["metric"] == EXIT_CODE} == {0}:
-        known = {identity(r) for r in old["rows"] if r["value"] is not None}
+    ended = {r["value"] for r in fresh if r["metric"] == EXIT_CODE}
+    if ended == {0} and old["runs"].keys() - new["runs"].keys():
+        known = {identity(r) for r in old["rows"] if r["value"] is not None and SHARE.search(r["metric"])}
         fresh = [r for r in fresh if r["value"] is not None or identity(r) not in known]
     replaced = {identity(r) for r in fresh}
     kept = [r for r in old["rows"] if identity(r) not in replaced]
