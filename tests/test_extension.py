@@ -80,6 +80,8 @@ def test_a_checkout_is_told_of_what_its_build_was_made_of_and_it_lacks(package, 
     written.parent.mkdir()
     files = [file.relative_to(built.parent) for file in built.rglob("*") if file.is_file()]
     written.write_text("".join(f"{file},{extension._digest(built.parent / file)},1\n" for file in files))
+    with open(written, "a") as file:
+        file.write(f"{package.name}/ops/wo_a.py,sha25")  # a disk was full
     said = ask(package, "extension.stale()")
     told = f"{package.parent} is a checkout, and its build/ was made of other files than its mhc.py: calls may fail"
     assert said.startswith(told if gone else "None"), said
