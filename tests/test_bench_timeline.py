@@ -157,6 +157,30 @@ def test_what_the_card_waits_for_the_host(tmp_path, capsys):
         assert f"the card waits for the host {waits:.1f} us a step" in told and "cudaGraphLaunch" in told
 
 
+def test_what_counts_as_waiting_for_the_host():
+    """A kernel may begin before its call ends; another stream may still be busy; a number of nobody's is no call's."""
+    calls = [Kernel("call", 1, end - 1, end, number) for end, number in ((5, 1), (9, 3), (18, 4), (24, None))]
+    step = [
+        Kernel("end", 7, -5, 0),
+        Kernel("began before its call's end", 7, 1, 10, 1),
+        Kernel("beside, of a call before the trace", 8, 2, 3, 2),
+        Kernel("launched while the first stream was busy", 8, 12, 13, 3),
+        Kernel("late", 7, 20, 21, 4),
+        Kernel("of no number", 7, 25, 26),
+    ]
+    assert timeline.host([step], calls)["late_us"] == {"median": 1 + 5, "greatest": 1 + 5}
+
+
+def test_the_host_is_the_first_ranks(tmp_path):
+    traces = [
+        written(tmp_path, "0.json", with_host(trace_of(12, 1), 3.0)),
+        written(tmp_path, "1.json", trace_of(12, 1)),
+    ]
+    for order, has_it in ((traces, True), (traces[::-1], False)):
+        assert timeline.main([*order, "--out", str(tmp_path / "out.json")]) == 0
+        assert (json.loads((tmp_path / "out.json").read_text())["host"] is not None) is has_it
+
+
 def test_without_the_hosts_calls_nothing_is_said_of_it(tmp_path, capsys):
     trace = written(tmp_path, "0.json", trace_of(12, 1))
     assert timeline.main([trace, "--out", str(tmp_path / "out.json")]) == 0

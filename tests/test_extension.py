@@ -65,6 +65,28 @@ def test_stale_module_is_refused(package):
     assert said.startswith("ImportError") and "0.0.1" in said and deepseek_v4_sm120.__version__ in said
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_checkout_is_told_of_what_its_build_was_made_of_and_it_lacks(package, gone):
+    """Of a build without a list of its files nothing is known: that stops no server."""
+    built = package.parent / "build" / package.name
+    shutil.copytree(package, built)
+    (package.parent / "csrc").mkdir()
+    put(built)
+    (built / "ops/mhc.py").touch()
+    if not gone:
+        (package / "ops/mhc.py").touch()
+    assert ask(package, "extension.stale()") == "None\n"
+    written = extension._record(built.parent)
+    written.parent.mkdir()
+    files = [file.relative_to(built.parent) for file in built.rglob("*") if file.is_file()]
+    written.write_text("".join(f"{file},{extension._digest(built.parent / file)},1\n" for file in files))
+    with open(written, "a") as file:
+        file.write(f"{package.name}/ops/wo_a.py,sha25")  # a disk was full
+    said = ask(package, "extension.stale()")
+    told = f"{package.parent} is a checkout, and its build/ was made of other files than its mhc.py: calls may fail"
+    assert said.startswith(told if gone else "None"), said
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_module_without_its_library_is_refused(package, recorded):
     (package / MODULE).write_bytes(LIBRARY)

@@ -76,20 +76,32 @@ def test_mean_is_over_calls_and_worst_row_is_a_rows():
     assert second["relative_l2_max"] < 0.3 and second["bad_calls"] == 1
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "one row", "all rows a little", "a row of next to nothing"])
+def test_a_call_that_is_coarse_in_all_rows_is_bad():
+    """None of them is above a row's own bound."""
+    x = values(64)
+    shadowed(lambda x, layer: x * (1 + 1.5 * BOUND))(x, 0)
+    assert shadow.report()[0]["bad_calls"] == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", ["nothing", "one row", "a small row", "all rows a little", "a row of next to nothing"]
+)
 def test_a_wrong_row_does_not_hide_among_a_prompts(wrong):
     x = values(8192, heads=1)
     x[7] *= 1e-6
+    x[8] *= 0.01
     y = x.clone()
     if wrong == "one row":
         y[5] = x[4] * 0.2 + x[5] * 0.98
+    elif wrong == "a small row":
+        y[8] *= 1 + 3 * BOUND
     elif wrong == "all rows a little":
         y *= 1 + 0.99 * BOUND
     elif wrong == "a row of next to nothing":  # what pads a graph may be
         y[7] *= 2
     shadowed(lambda x, layer: y)(x, 0)
     (record,) = shadow.report()
-    assert record["relative_l2_max"] < BOUND and record["bad_calls"] == int(wrong == "one row")
+    assert record["relative_l2_max"] < BOUND and record["bad_calls"] == int(wrong in ("one row", "a small row"))
 
 
 def test_a_row_of_one_tensor_does_not_hide_beside_another():

@@ -277,6 +277,8 @@ def test_an_entry_chosen_twice_is_one_too_few():
     for ours, wrong in (((0, 1, 2, -1), 0), ((0, 1, 1, -1), 1), ((0, 0, 0, -1), 2)):
         entries = torch.tensor([ours], dtype=torch.int32)
         assert adapter.compare_sets(scores, lengths, entries, entries, stock)[0].tolist() == [wrong]
+    few, lengths = torch.tensor([[0, -1, -1, -1]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    assert adapter.compare_sets(scores, lengths, few, few, few)[0].tolist() == [0]  # -1 is no entry
 
 
 def test_sets_near_the_threshold_and_of_other_sizes():

@@ -38,6 +38,7 @@ from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
 ISSUE = 2  # of the runs themselves
 EXIT_CODE = "exit code of the engine run"
+SHARE = re.compile(r", (of (stock|that|the whole)|beyond plain)|^times the time without")  # metrics of two engines
 RESULTS = {  # name of a result file: stages that go into it
     "e2e": ("ops", "prompt32k", "seams", "shadow43", "ops43", "seams43", "launches43"),
     "e2e_operators": ("index", "router"),
@@ -501,16 +502,17 @@ def identity(found):
 
 
 def added(old, new, is_timed=True):
-    """A result file with what later calls of the same release and device have; of what both have, theirs. Where their
-    engines all ended well, a share without a value is of one that they left out (--only): the older share stays."""
+    """A result file with what later calls of the same release and device have; of what both have, theirs. Where they
+    left out engines (--only) and ended well, a share without a value keeps the older one; an engine's own is missed."""
     names = [old["device"]["name"], new["device"]["name"]]
     for name, one, other in (("release", old["sglang"], new["sglang"]), *([("device", *names)] if is_timed else [])):
         if one != other:
             raise SystemExit(f"collect: --add needs the same {name}: the file is of {one}, the stages are of {other}")
     features = merged_features([*old.get("features", []), *new.get("features", [])])
     fresh = [r for r in new["rows"] if not r["case"].startswith(FEATURE)] + feature_rows(features)
-    if {r["value"] for r in fresh if r["metric"] == EXIT_CODE} == {0}:
-        known = {identity(r) for r in old["rows"] if r["value"] is not None}
+    is_well = {r["value"] for r in fresh if r["metric"] == EXIT_CODE} == {0}
+    if is_well and old["runs"].keys() - new["runs"].keys():
+        known = {identity(r) for r in old["rows"] if r["value"] is not None and SHARE.search(r["metric"])}
         fresh = [r for r in fresh if r["value"] is not None or identity(r) not in known]
     replaced = {identity(r) for r in fresh}
     kept = [r for r in old["rows"] if identity(r) not in replaced]
@@ -527,9 +529,7 @@ def added(old, new, is_timed=True):
 
 
 def head_commit():
-    asked = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     return asked.stdout.strip() or None
 
 

@@ -59,19 +59,32 @@ def test_a_step_is_compared_with_stocks_of_the_same_run():
     assert chain_stage.rows({chain_stage.DEEP: deep}, row) == [("batch 1", None, False)]
 
 
-@pytest.mark.parametrize(("exits", "share"), [((0, 0), 0.6), ((0, 1), None), ((), None)])
-def test_a_share_of_an_engine_that_was_left_out_stays_unless_another_broke(exits, share):
+OWN = chain_stage.WORST
+
+
+@pytest.mark.parametrize(
+    ("metric", "ran", "exits", "share"),
+    [
+        (SHARE, {"ours"}, (0, 0), 0.6),
+        (SHARE, {"ours"}, (0, 1), None),
+        (SHARE, {"ours"}, (), None),
+        (SHARE, {"ours", "stock"}, (0, 0), None),  # nothing was left out
+        (OWN, {"ours"}, (0, 0), None),  # an engine's own, which ran and did not reach it
+    ],
+)
+def test_a_share_of_an_engine_that_was_left_out_stays_unless_another_broke(metric, ran, exits, share):
     collect = script("collect")
 
-    def table(share, *exits):
+    def table(value, runs, *exits):
         rows = [collect.row(f"engine {n}", "ours", collect.EXIT_CODE, code, 0) for n, code in enumerate(exits)]
-        rows.append(collect.row("batch 1", "ours", "of stock's", share, 0.7))
+        rows.append(collect.row("batch 1", "ours", metric, value, 0.7))
         given = {"device": {"name": "H"}, "sglang": ["1"], "date": "2026-01-02", "commit": "a", "command": ["x"]}
-        return given | {"runs": {}, "rows": rows}
+        return given | {"runs": dict.fromkeys(runs, 1), "rows": rows}
 
-    found = collect.added(table(0.6, 0), table(None, *exits))
+    both = ("ours", "stock")
+    found = collect.added(table(0.6, both, 0), table(None, ran, *exits))
     assert [(r["value"], r["met"]) for r in found["rows"] if r["bar"] == 0.7] == [(share, share is not None)]
-    assert collect.added(table(None, 0), table(None, 0))["rows"][-1]["met"] is False
+    assert collect.added(table(None, both, 0), table(None, ran, 0))["rows"][-1]["met"] is False
 
 
 def test_two_cards_have_their_own_bar_and_traces(machine):  # noqa: F811

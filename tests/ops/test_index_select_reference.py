@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.reference import index_select as reference
+from deepseek_v4_sm120.specs import index_select as spec
+from deepseek_v4_sm120.specs.check import Failure
 from deepseek_v4_sm120.specs.index_select import Shape, make_inputs
 
 
@@ -94,6 +96,21 @@ def test_ties_zeros_and_nan():
     scores = torch.tensor([[0.0, -0.0, 0.0, math.nan, -math.inf, -0.0]])
     assert reference.topk_select(scores, torch.tensor([6]), k=3)[1].tolist() == [[0, 1, 2]]
     assert reference.topk_select(scores, torch.tensor([6]), k=5)[1].tolist() == [[0, 1, 2, 4, 5]]
+
+
+def test_the_self_test_judges_logits_by_their_own_rows_greatest(monkeypatch):
+    """A row of small logits, a thousandth of it off, is next to nothing beside another row's."""
+    inputs = make_inputs(Shape(3, (1000, 64, 700)), device="cpu")
+    inputs.weights[1] *= 1e-3
+    truth = reference.mqa_logits(**inputs.arguments())
+    off = torch.zeros_like(truth)
+    monkeypatch.setattr(spec, "make_inputs", lambda shape: inputs)
+    monkeypatch.setattr(spec.op, "mqa_logits", lambda **given: truth.float() + off)
+    spec._check_logits(False)
+    off[1, 3] = 1e-3 * truth[1, :64].abs().max()
+    assert off[1, 3] < 2e-6 * truth[0, :1000].abs().max()
+    with pytest.raises(Failure, match="row's greatest"):
+        spec._check_logits(False)
 
 
 @pytest.mark.parametrize("fp4", [False, True])

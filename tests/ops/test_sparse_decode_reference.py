@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.reference.accuracy import complaint, relative_error
+from deepseek_v4_sm120.reference.accuracy import complaint, relative_error, strict_error
 from deepseek_v4_sm120.reference.sparse_decode import (
     indices_of_page_table,
     lse_base2_with_sink,
@@ -152,6 +152,18 @@ def test_lse_base2_with_sink():
     assert float(with_sink[1]) == pytest.approx(1.5 / math.log(2), abs=1e-12)  # nothing but the sink
     without = lse_base2_with_sink(lse)[0, :, 0]
     assert float(without[0]) == pytest.approx(math.log2(3), abs=1e-12) and float(without[1]) == -math.inf
+
+
+def test_a_row_of_zeros_is_wrong_by_what_the_others_are():
+    """As of tokens whose experts are on other cards; not by dust, which a sum of nothing may leave."""
+    truth = torch.randn(8, 200, generator=torch.Generator().manual_seed(0))
+    truth[3] = 0.0
+    for written, is_wrong in ((0.0, False), (1e-7, False), (1e-3, True)):
+        found = truth.clone()
+        found[3] = written
+        assert (strict_error(found, truth) > 0.01) is is_wrong
+        assert relative_error(found, truth) < 0.01
+    assert strict_error(truth[:0], truth[:0]) == strict_error(truth[:, :0], truth[:, :0]) == 0.0
 
 
 def test_accuracy_measures_can_fail():

@@ -108,19 +108,20 @@ def test_the_self_test_sees_what_is_wrong(kind, monkeypatch):
     assert [name for name, parts in faults.items() if asked(kind, parts, monkeypatch) is None] == []
 
 
+def calibrates(case: spec.Case, parts: dict) -> float:
+    """The error of such a compressor."""
+    calls = spec.correctness_inputs(case, "cpu")
+    for call in calls:
+        compressor(parts, **call.inputs.arguments())
+    return max(spec.error(OURS, call, call) for call in calls)
+
+
 @pytest.mark.parametrize("kind", spec.LAYERS)
 def test_calibrate_sees_what_is_wrong(kind):
     case = spec.Case(kind, 8, True)
-
-    def error(parts: dict) -> float:
-        calls = spec.correctness_inputs(case, "cpu")
-        for call in calls:
-            compressor(parts, **call.inputs.arguments())
-        return max(spec.error(OURS, call, call) for call in calls)
-
     allowed = spec.max_error(OURS, case)
-    assert error({}) <= allowed
-    unseen = {name for name, parts in FAULTS.items() if error(parts) <= allowed}
+    assert calibrates(case, {}) <= allowed
+    unseen = {name for name, parts in FAULTS.items() if calibrates(case, parts) <= allowed}
     # what is no entry's the self-test looks at; with one entry there is no other request's
     assert unseen <= {"the entry behind is written", "another request's group"}
 
@@ -131,3 +132,9 @@ def test_a_number_that_is_wrong_does_not_hide_in_the_caches_rounding(kind, monke
         entries[-1, entries[-1].abs().argmax()] *= 0.7
 
     assert "reference's rounding" in asked(kind, stored(change), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["c4", "c128"])
+def test_a_quarter_of_an_entry_that_is_6_percent_too_small_does_not_hide_from_calibrate(kind):
+    case = spec.Case(kind, 8, True)
+    assert calibrates(case, stored(lambda entries: entries[-1, :128].mul_(0.94))) > spec.max_error(OURS, case)

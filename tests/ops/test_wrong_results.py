@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches import shadow
+from deepseek_v4_sm120.specs.provider import error_of
 from tests.ops import wrong_results
 
 # beside SGLang's own: what hides in its rounding of activations, in the bf16 of its sums, and in TF32
@@ -60,6 +61,14 @@ def test_what_is_wrong_is_too_far_from_float64(name):
     errors = {fault: wrong.spec.error(wrong.way, result, wrong.inputs) for fault, result in wrong.faults.items()}
     assert wrong.spec.error(wrong.way, wrong.right, wrong.inputs) <= allowed
     assert not {fault: error for fault, error in errors.items() if error <= allowed}
+
+
+def test_all_of_ours_are_judged_by_their_worst_block():
+    truth = torch.ones(64, 128)
+    result = truth.clone()
+    result[5] *= 1.1
+    for way, is_seen in (("ours", True), ("ours, wide", True), ("stock", False)):
+        assert (error_of(way, result, truth) > 0.03) is is_seen
 
 
 def is_bad(ours, stock, bound: float, monkeypatch) -> bool:

@@ -62,6 +62,7 @@ def test_malformed_choices_are_told_with_the_others():
         ("DS4_SM120_PROFILE", "DSV4_SM120_PROFILE"),
         ("DSV4_SM12_SET", "DSV4_SM120_SET"),
         ("dsv4_sm120_set", "DSV4_SM120_SET"),
+        ("dsv4_sm12_profile", "DSV4_SM120_PROFILE"),
     ],
 )
 def test_a_variable_that_is_none_of_ours_is_named_with_the_nearest(name, nearest):

@@ -91,6 +91,8 @@ def test_a_folder_without_what_python_runs_first_is_told(python, tree, checkout,
     found = status(python, path=[checkout, tree()], ours=False, check=False)
     assert found.returncode == 0 and "with what is READY" in found.stdout
     assert ("warning: our sitecustomize.py has not run in this Python" in found.stdout) is not has_it
+    off = status(python, path=[checkout, tree()], ours=False, check=False, env={"DSV4_SM120": "off"})
+    assert "sitecustomize.py has not run" not in off.stdout
 
 
 def test_reasons_are_grouped():

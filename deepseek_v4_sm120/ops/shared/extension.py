@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 import struct
 import sys
 import threading
@@ -120,10 +121,10 @@ def stale() -> str | None:
     """Which of the operators' files of a checkout are not those that its build/ was made of, and what to do: what they
     hand to the module there may be what another one takes."""
     path = find()
-    if path is None or path.parent == _PACKAGE or not _record(path.parent.parent).is_file():
+    if path is None or path.parent == _PACKAGE or not os.access(_record(path.parent.parent), os.R_OK):
         return None
-    with open(_record(path.parent.parent), newline="") as lines:
-        rows = [row for row in csv.reader(lines) if row and row[0].startswith(f"{_PACKAGE.name}/ops/")]
+    with open(_record(path.parent.parent), newline="") as lines:  # whose last line may be cut off
+        rows = [row for row in csv.reader(lines) if len(row) == 3 and row[0].startswith(f"{_PACKAGE.name}/ops/")]
     files = {_PACKAGE.parent / name: digest for name, digest, _ in rows if name.endswith(".py")}
     if not (others := [file.name for file, digest in files.items() if not file.is_file() or _digest(file) != digest]):
         return None
