@@ -521,6 +521,32 @@ def test_sums_between_cards(transport, rows):
     apart(call, rows, batch)
 
 
+@pytest.mark.parametrize("term", ["whole", "routed", "unmerged"])
+def test_mhc_behind_a_sum(term):
+    """Of two cards, whose terms may lack their last addition; what is spoilt is in the second card's."""
+    rows, ranks = 3, 2
+    inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=2, device="cpu")
+    given, terms = inputs.boundary(), mhc_spec.make_terms(inputs, ranks, 2)
+    if term == "unmerged":
+        terms = [torch.stack([one] * mhc.TERM_SPLITS).float() * 1.37 for one in terms]
+    left = {"routed": terms[0], "scaling": 1.5} if term == "routed" else {}
+
+    def call(found):
+        cards = group(ranks, transport="peer", hidden=4096, max_rows=8)
+        both = on_cards(lambda f, one: mhc.mhc(**given | {"f": f}, sum_over=one, kernels="fused", **left), found, cards)
+        results = [one.clone() for of_card in both for one in of_card]
+        for one in cards:
+            one.close()
+        return results
+
+    def batch(spoilt):
+        by_rows = terms[1].transpose(0, -2)
+        return {"found": [terms[0], spoil(by_rows, spoilt).transpose(0, -2).contiguous()]}
+
+    apart(call, rows, batch, multiprocessors=188)  # blocks wait for other cards
+    assert ran("summing_kernel")
+
+
 LEAKS = {
     "a scale of all rows": lambda x: x / x.abs().amax(),
     "a weight of zero": lambda x: x + 0 * x.sum(0),
