@@ -141,7 +141,7 @@ def test_latent_norm():
     apart(lambda x: fp8_linear.latent_norm(x, weight, 1e-6), 5, lambda spoilt: {"x": spoil(x, spoilt)})
 
 
-@pytest.mark.parametrize("rows", [2, 9, 70])
+@pytest.mark.parametrize("rows", [2, 9, 65])
 def test_wo_a_with_its_rotation(rows):
     x, weight, scale, freqs, positions = wo_a_spec.make_wo_a(
         rows, 2, generator(rows), outputs=128, inputs=1024, table=64
@@ -153,7 +153,7 @@ def test_wo_a_with_its_rotation(rows):
     apart(lambda x, positions: wo_a.wo_a(x, weight, scale, freqs_cis=freqs, positions=positions), rows, batch)
 
 
-@pytest.mark.parametrize("experts", [8, 64, 256, 384])
+@pytest.mark.parametrize("experts", [8, 256, 384])
 def test_router_topk(experts):
     logits, bias = torch.randn(9, experts, generator=generator(1)), torch.randn(experts, generator=generator(2)) * 0.1
     apart(lambda x: router_topk.router_topk(x, bias, 6), 9, lambda spoilt: {"x": spoil(logits, spoilt)})
@@ -232,9 +232,9 @@ def test_add_shared():
 
 EXTRAS = {
     "window": None,
-    "C4": sparse_spec.CacheShape(64, 192, lengths=(192, 100, 33)),
-    "C128": sparse_spec.CacheShape(2, 256, lengths=(130, 64, 255), ascending=True),
-    "C128 by table": sparse_spec.CacheShape(2, 256, lengths=(130, 64, 255), tables=3),
+    "C4": sparse_spec.CacheShape(64, 96, lengths=(96, 50, 33)),
+    "C128": sparse_spec.CacheShape(2, 160, lengths=(130, 64, 159), ascending=True),
+    "C128 by table": sparse_spec.CacheShape(2, 160, lengths=(130, 64, 159), tables=3),
 }
 KERNELS = {
     "sparse_decode_kernel": {"prefill": False, "pairs": False},
@@ -277,8 +277,8 @@ def spoil_keys(pages, indices, lengths, spoilt):
 @pytest.mark.parametrize(
     "kernel, heads, rows",
     [
-        *(("sparse_decode_kernel", 16, 5), ("pairs_kernel", 16, 7), ("wide_kernel", 24, 5)),
-        *(("stacked_kernel", 8, 9), ("stacked_kernel", 24, 5), ("sparse_prefill_kernel", 64, 5)),
+        *(("sparse_decode_kernel", 16, 5), ("pairs_kernel", 16, 5), ("wide_kernel", 24, 3)),
+        *(("stacked_kernel", 8, 9), ("stacked_kernel", 24, 3), ("sparse_prefill_kernel", 64, 3)),
     ],
 )
 def test_sparse_decode(kernel, heads, rows, extra):
@@ -524,7 +524,7 @@ def test_sums_between_cards(transport, rows):
 @pytest.mark.parametrize("term", ["whole", "routed", "unmerged"])
 def test_mhc_behind_a_sum(term):
     """Of two cards, whose terms may lack their last addition; what is spoilt is in the second card's."""
-    rows, ranks = 3, 2
+    rows, ranks = 2, 2
     inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=2, device="cpu")
     given, terms = inputs.boundary(), mhc_spec.make_terms(inputs, ranks, 2)
     if term == "unmerged":
@@ -543,7 +543,7 @@ def test_mhc_behind_a_sum(term):
         by_rows = terms[1].transpose(0, -2)
         return {"found": [terms[0], spoil(by_rows, spoilt).transpose(0, -2).contiguous()]}
 
-    apart(call, rows, batch, multiprocessors=188)  # blocks wait for other cards
+    apart(call, rows, batch, multiprocessors=80)  # blocks wait for other cards
     assert ran("summing_kernel")
 
 
