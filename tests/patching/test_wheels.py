@@ -17,7 +17,7 @@ from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
-from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, REQUEST, SCHEDULER, SWA_CACHE
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, GRAPH_INPUTS, REQUEST, SCHEDULER, SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -60,6 +60,7 @@ def expected(version: str) -> dict[str, str]:
     found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"}
     if not since(version, "0.5.13"):
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
+        found |= {"padded_rows": GRAPH_INPUTS.partition(":")[0]}
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     found["preempted_requests"] = (ADDER if since(version, "0.5.22") else SCHEDULER).partition(":")[0]

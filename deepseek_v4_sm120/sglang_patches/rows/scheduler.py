@@ -13,6 +13,7 @@ SWA_BUDGET = "sglang.srt.mem_cache.prefill_budget:SWAPrefillBudget"
 SWA_CACHE = "sglang.srt.mem_cache.swa_radix_cache:SWARadixCache"
 REQUEST = "sglang.srt.managers.schedule_batch:Req"
 XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
+GRAPH_INPUTS = "sglang.srt.model_executor.cuda_graph_runner:DecodeInputBuffers"
 
 _grammars = targets_of_fix("grammars")
 _beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stripped_thoughts")
@@ -65,6 +66,23 @@ SHARED_BEGINNINGS = Patch(
     ),
     retire="with SGLang 0.5.14",
     absent="from 0.5.15 on SGLang keeps what is read",
+)
+
+PADDED_ROWS = Patch(
+    name="padded_rows",
+    why="a row that pads a step to a captured graph is the request that last had its place, and writes to the "
+    "compressors' state that is found by it, which may be another request's by then: that one's answer goes on from a "
+    "wrong entry, and nothing says so",
+    targets=(
+        targets_of_fix("padded_rows")(
+            f"{GRAPH_INPUTS}.populate_from_forward_batch",
+            "populate",
+            Parameters(("self", "*", "forward_batch", "raw_bs", "raw_num_token", "bs"), further="keyword-only"),
+            ">=0.5.12,<0.5.13",
+        ),
+    ),
+    retire="with SGLang 0.5.12",
+    absent="from 0.5.13 on SGLang's own padded rows are nobody's",
 )
 
 STRIPPED_THOUGHTS = Patch(
