@@ -116,7 +116,11 @@ def replace_cut(original: Callable) -> Callable:
         ids = [*before, *token_ids]
         start = len(ids) - 1
         text = last = decode(ids[start:])
-        while start and (stop not in text or len(text) - len(last) < len(stop) - 1 or text.startswith(UNKNOWN)):
+        while start and (
+            stop not in text
+            or (further := len(text) - len(last) - len(stop) + 1) < 0
+            or (text.startswith(UNKNOWN) and further < MOST)
+        ):
             start -= 1
             text = decode(ids[start:])
         cut = text.find(stop)
