@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.patching.recipe_answers_read import CASES, SMILE, TEXT
+from tests.patching.recipe_answers_read import CASES, SMILE, TEXT, UNKNOWN
 from tests.patching.wheels import every_release
 
 REPO = Path(__file__).resolve().parents[2]
@@ -15,7 +15,13 @@ CUT = {case: TEXT for case in ("cut", "cut after a byte", "cut in thoughts", "cu
 CUT |= {"cut behind another, with a stop": TEXT + SMILE}
 CUT |= {"ended by a token": TEXT, "ended within a character": TEXT}
 STOPPED = {"stopped by a token": TEXT + SMILE, "stopped by rare characters": TEXT}
-OTHERS = {"cut behind a character": TEXT + SMILE, "whole": f"{TEXT}{SMILE}!", "stopped": TEXT + SMILE}
+AT_ITS_END = ("stopped behind an unknown one", "stopped behind unknown ones")
+OTHERS = {
+    "unknown ones within": f"{UNKNOWN * 9}a{UNKNOWN * 9}b. No stop",
+    "cut behind a character": TEXT + SMILE,
+    "whole": f"{TEXT}{SMILE}!",
+    "stopped": TEXT + SMILE,
+}
 
 
 @functools.cache
@@ -53,9 +59,29 @@ def test_a_stop_behind_a_character(version):
 
 
 @with_recipe
+def test_unknown_characters_in_front_of_a_stop_take_no_others_with_them(version):
+    for case in AT_ITS_END:
+        assert all(found == ["", TEXT] for found in read(version)["ours"][case].values()), case
+        assert read(version)["stock"][case]["0"] == ["", ""], case
+
+
+@with_recipe
+def test_unknown_characters_are_not_kept_back_without_end(version):
+    """All that is kept back is read anew with each token: an answer that repeats them would stop the server."""
+    assert read(version)["most held"] < 64
+
+
+@with_recipe
+def test_a_stream_tells_what_the_whole_answer_is(version):
+    """Drawn answers: marks in odd places, calls, stops, cut and cut into steps anywhere. Of SGLang's many differ."""
+    assert read(version)["differ, ours"] == []
+    assert len(read(version)["differ"]) > 9
+
+
+@with_recipe
 def test_what_ends_with_a_character_is_as_it_was(version):
     found = read(version)
-    for case in CASES.keys() - CUT.keys() - STOPPED.keys():
+    for case in CASES.keys() - CUT.keys() - STOPPED.keys() - set(AT_ITS_END):
         assert found["ours"][case] == found["stock"][case]
         assert all(told == ["", OTHERS.get(case, "")] for told in found["ours"][case].values()), case
 

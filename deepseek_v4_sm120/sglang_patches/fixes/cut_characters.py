@@ -48,7 +48,8 @@ def replace_feed(original: Callable) -> Callable:
 
 def replace_release(original: Callable) -> Callable:
     """For DeepSeekRecipeOutputParser._release_pending_ids(self) -> the tokens in front of all that a stop may begin
-    with. A part of a character is none: its bytes would be counted as one each."""
+    with. A part of a character is none: its bytes would be counted as one each. What may be a part is not handed over
+    behind text, which would be lost with it; what is more than a character has are U+FFFD themselves."""
 
     @functools.wraps(original)
     def _release_pending_ids(self):
@@ -58,6 +59,8 @@ def replace_release(original: Callable) -> Callable:
         held = len(ids)
         while held and self._stop_hold_chars > num_characters(self._hf_tokenizer, ids[held:]):
             held -= 1
+        if held < len(ids):
+            held = num_whole(self._hf_tokenizer, ids[:held]) or (held if held >= MOST else 0)
         self._pending_ids = ids[held:]
         return ids[:held]
 
@@ -65,8 +68,10 @@ def replace_release(original: Callable) -> Callable:
 
 
 def num_characters(tokenizer, token_ids) -> int:
+    """Of what may begin and end within one: a U+FFFD farther in is what the text has."""
     text = tokenizer.decode(token_ids, skip_special_tokens=False)
-    return len(text) - text.count(UNKNOWN)
+    inner = text[MOST - 1 : 1 - MOST] if len(text) >= 2 * MOST else ""
+    return len(text) - text.count(UNKNOWN) + inner.count(UNKNOWN)
 
 
 def replace_finish(original: Callable) -> Callable:
@@ -111,7 +116,11 @@ def replace_cut(original: Callable) -> Callable:
         ids = [*before, *token_ids]
         start = len(ids) - 1
         text = last = decode(ids[start:])
-        while start and (stop not in text or len(text) - len(last) < len(stop) - 1 or text.startswith(UNKNOWN)):
+        while start and (
+            stop not in text
+            or (further := len(text) - len(last) - len(stop) + 1) < 0
+            or (text.startswith(UNKNOWN) and further < MOST)
+        ):
             start -= 1
             text = decode(ids[start:])
         cut = text.find(stop)
