@@ -98,8 +98,7 @@ def _damage(path: Path, size: int, *_changes: int) -> str | None:
     if not record.is_file():
         return _incomplete(path, size)
     name = f"{path.parent.name}/{path.name}"
-    with open(record, newline="") as lines:
-        row = next((row for row in csv.reader(lines) if row and row[0] == name), None)
+    row = next((row for row in _lines(record) if row and row[0] == name), None)
     if row is None or len(row) != 3:
         return f"was not made by this build: {record} has no such file; {_REMEDY}"
     if str(size) != row[2]:
@@ -123,15 +122,14 @@ def stale() -> str | None:
     path = find()
     if path is None or path.parent == _PACKAGE or not os.access(_record(path.parent.parent), os.R_OK):
         return None
-    with open(_record(path.parent.parent), newline="") as lines:  # whose last line may be cut off
-        rows = [row for row in csv.reader(lines) if len(row) == 3 and row[0].startswith(f"{_PACKAGE.name}/ops/")]
-    files = {_PACKAGE.parent / name: digest for name, digest, _ in rows if name.endswith(".py")}
+    whole = [row for row in _lines(_record(path.parent.parent)) if len(row) == 3]  # the last may be cut off
+    operators = [row for row in whole if row[0].startswith(f"{_PACKAGE.name}/ops/") and row[0].endswith(".py")]
+    files = {_PACKAGE.parent / name: digest for name, digest, _ in operators}
     if not (others := [file.name for file, digest in files.items() if not file.is_file() or _digest(file) != digest]):
         return None
     return (
-        f"{_PACKAGE.parent} is a checkout, and its build/ was made of other files than its {', '.join(others[:3])}"
-        f"{', ...' if others[3:] else ''}: calls may fail or be wrong; build again with ./build_docker.sh, and put the "
-        "folder build/ itself on PYTHONPATH"
+        f"{_PACKAGE.parent} is a checkout, and its build/ was made of other files than its {_few(others)}: calls may "
+        "fail or be wrong; build again with ./build_docker.sh, and put the folder build/ itself on PYTHONPATH"
     )
 
 
@@ -148,11 +146,21 @@ def _absent(folder: Path, asked: Callable[[str], bool] = bool) -> str | None:
     record = _record(folder)
     if not record.is_file():
         return None
-    with open(record, newline="") as lines:  # what runs; without a digest are pip's
-        names = [name for name, *about in csv.reader(lines) if any(about) and not name.startswith(record.parent.name)]
+    # what runs; without a digest are pip's
+    names = [name for name, *about in _lines(record) if any(about) and not name.startswith(record.parent.name)]
     if not (gone := [name for name in names if asked(name) and not (folder / name).is_file()]):
         return None
-    return f"{folder} lacks {', '.join(gone[:3])}{', ...' if gone[3:] else ''} of {record}: {_REMEDY}"
+    return f"{folder} lacks {_few(gone)} of {record}: {_REMEDY}"
+
+
+def _few(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
+
+
+def _lines(record: Path) -> list[list[str]]:
+    """As they are: [file, digest, size], or less of it."""
+    with open(record, newline="") as lines:
+        return list(csv.reader(lines))
 
 
 def _record(folder: Path) -> Path:
