@@ -59,9 +59,6 @@ def test_a_step_is_compared_with_stocks_of_the_same_run():
     assert chain_stage.rows({chain_stage.DEEP: deep}, row) == [("batch 1", None, False)]
 
 
-OWN = chain_stage.WORST
-
-
 @pytest.mark.parametrize(
     ("metric", "ran", "exits", "share"),
     [
@@ -69,7 +66,7 @@ OWN = chain_stage.WORST
         (SHARE, {"ours"}, (0, 1), None),
         (SHARE, {"ours"}, (), None),
         (SHARE, {"ours", "stock"}, (0, 0), None),  # nothing was left out
-        (OWN, {"ours"}, (0, 0), None),  # an engine's own, which ran and did not reach it
+        (STEP, {"ours"}, (0, 0), None),  # an engine's own, which ran and did not reach it
     ],
 )
 def test_a_share_of_an_engine_that_was_left_out_stays_unless_another_broke(metric, ran, exits, share):

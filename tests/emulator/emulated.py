@@ -155,6 +155,10 @@ class _Tensors(TorchFunctionMode):
         called(library().emulator_run())
 
 
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def fill_empty(tensor: torch.Tensor, byte: int) -> None:
     """What an allocator leaves in memory that nobody has written."""
     ctypes.memset(tensor.data_ptr(), byte, tensor.untyped_storage().nbytes())

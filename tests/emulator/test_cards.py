@@ -25,7 +25,7 @@ from deepseek_v4_sm120.specs import index_select as index_spec
 from deepseek_v4_sm120.specs import mhc as mhc_spec
 from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
-from tests.emulator.emulated import emulated, group, on_cards, ptx, taken
+from tests.emulator.emulated import emulated, generator, group, on_cards, ptx, taken
 
 CARDS = (16, 20, 24, 31, 32, 36, 46, 48, 50, 60, 63, 70, 82, 84, 96, 110, 120, 128, 132, 142, 160, 170, 188, 192, 256)
 MOST_SHARED, MOST_THREADS, MOST_BLOCKS = 101376, 1024, (2**31 - 1, 65535, 65535)
@@ -165,10 +165,6 @@ def test_every_sum_is_one_that_the_card_takes(ranks, transport):
 
 
 # ---- bits
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def attention():

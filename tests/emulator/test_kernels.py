@@ -27,7 +27,7 @@ from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
 from deepseek_v4_sm120.specs import wo_a as wo_a_spec
 from tests.emulator import emulated as emulator
-from tests.emulator.emulated import emulated, group, on_cards, ran
+from tests.emulator.emulated import emulated, generator, group, on_cards, ran
 
 SEEDS = (1, 2)
 # schedules: turns of a few instructions, and long ones; cards of few multiprocessors, so that blocks wait for a place
@@ -42,10 +42,6 @@ schedules = pytest.mark.parametrize(
 
 def same(one, other) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @schedules

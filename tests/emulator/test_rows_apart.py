@@ -40,16 +40,12 @@ from deepseek_v4_sm120.specs import mhc as mhc_spec
 from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
 from deepseek_v4_sm120.specs import wo_a as wo_a_spec
-from tests.emulator.emulated import emulated, group, on_cards, ran
+from tests.emulator.emulated import emulated, generator, group, on_cards, ran
 from tests.emulator.triton_kernels import on_emulator
 
 BORDERS = (2, 8, 9, 16, 17, 32, 33)  # rows on both sides of where the launchers take another kernel
 NO_ID = (-1, 2**31 - 1, -(2**31), 5000, 0)
 LENGTHS = (0, 2**31 - 1, -1, 1, -(2**31))
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def spoil(tensor: torch.Tensor, spoilt: torch.Tensor, values=None) -> torch.Tensor:
