@@ -284,10 +284,15 @@ def test_scratch_by_hand(monkeypatch):
     assert memory.experts_bytes(m, 2, 10, False) == 10 * 6 * 2 * (2048 + 4096)
     assert memory.c128_list_bytes(10, 8192) == 10 * 64 * 4 and memory.c128_list_bytes(10, 8193) == 10 * 128 * 4
     assert memory.index_logits_bytes(10, 1024) == 10 * 256 * 4 and memory.index_logits_bytes(10, 1025) == 10 * 320 * 4
-    words = 505 * 128
-    for rows, sums in ((8, 8), (100, 32)):
-        assert memory.draft_head_bytes(m, 2, rows) == words * 4096 + 4 * 505 * 32 + 16 * sums * words
+    # of four cards: 32,384 words; sums of splits are the most at up to 128 rows, 55 MiB, and none at 8
+    words = 253 * 128
+    head = words * 4096 + 4 * 253 * 32
+    held = {rows: memory.draft_head_bytes(m, 4, rows) - head for rows in (8, 32, 128, 256)}
+    assert held[8] == 0 and held[32] == 16 * 32 * words and held[128] == held[256]
+    assert held[256] == pytest.approx(55.1 * 2**20, rel=0.01)
     monkeypatch.setattr(memory, "has_our_module", lambda: False)
+    for rows, sums in ((8, 8), (100, 32)):
+        assert memory.draft_head_bytes(m, 4, rows) == head + 16 * sums * words
     found = memory.attention_workspace(8, 32, 393_216)
     assert (found.bytes, found.off_by) == (8 * 32 * (2 + 48) * 512 * 2, 8 * 32 * (2 + 48) * 512)
     assert memory.sums_between_cards(m, 2).bytes == 48 << 20

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.plan.models import FP4, Model
+from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 
 GIB = 1 << 30
 PAGE_TOKENS = 256
@@ -290,10 +291,20 @@ def sums_between_cards(m: Model, tp: int) -> Reserve:
     return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module does not load here")
 
 
-def draft_head_bytes(m: Model, tp: int, rows: int) -> float:
-    """The head in E4M3 with float32 scales, padded to whole blocks, and the sums of splits, up to 32 rows."""
+def draft_head_bytes(m: Model, tp: int, rows: int, num_sms: int = 188) -> float:
+    """The head in E4M3 with float32 scales, padded to whole blocks, and the sums of splits, the most of any step of so
+    many rows: the compiled module's own bound; without it, of 32 rows, up to 47 MiB short."""
+    from deepseek_v4_sm120.ops.shared import extension
+
     outputs = math.ceil(m.vocab / tp / 128) * 128
-    return outputs * m.hidden + 4 * (outputs // 128) * (m.hidden // 128) + 4 * 4 * min(rows, 32) * outputs
+    sums = 4 * 4 * min(rows, 32) * outputs
+    if has_our_module():
+        of = extension.load().fp8_linear_scratch_bytes
+        sums = max(
+            of(rows=n, groups=1, outputs=outputs, inputs=m.hidden, num_sms=num_sms)
+            for n in range(1, min(rows, STEP_ROWS) + 1)
+        )
+    return outputs * m.hidden + 4 * (outputs // 128) * (m.hidden // 128) + sums
 
 
 def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
