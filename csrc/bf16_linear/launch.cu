@@ -29,10 +29,11 @@ void with_warps(int rows, int warps, Use use) {
 // the index's head weights, which have few blocks.
 int warps_of(int outputs) { return outputs >= kFewWarpsOutputs ? kFewWarps : kShares; }
 
-// The most weights a block that still leave most multiprocessors one; sums do not depend on it.
+// The most weights a block that still leave more than half of the multiprocessors one; sums do not depend on it. Half as many weights are
+// twice as many blocks, which all read x: where a block fills a multiprocessor, a second turn as long as the first.
 int outputs_of_a_block(int rows, int outputs, int num_sms) {
   for (const int wanted : {16, 8}) {
-    if (outputs % wanted == 0 && outputs / wanted * ceil_div(rows, kBlockRows) * 4 >= num_sms * 3) return wanted;
+    if (outputs % wanted == 0 && outputs / wanted * ceil_div(rows, kBlockRows) * 2 > num_sms) return wanted;
   }
   return 4;
 }

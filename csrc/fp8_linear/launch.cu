@@ -110,11 +110,18 @@ Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
   if (tuned) {
     choose(std::max(1, tuning.row_tiles), std::max(1, tuning.warp_rows), std::max(1, tuning.in_turn));
   } else {
-    // the largest tile of which there is one for most of the multiprocessors, up to 16 rows for half of them; or the smallest
+    // the largest tile of which there is one for most of the multiprocessors, up to 16 rows for half of them; or the smallest. But not half
+    // a tile where there would be more than multiprocessors: on SM120 each has room for one, and a second turn is as long as the first
     const int least = num_sms * (plan.column_tiles == 2 ? 45 : 62) / 100;
     constexpr int kChoices[][3] = {{2, 8, 2}, {2, 4, 1}, {1, 4, 1}};
     for (const auto& c : kChoices) {
-      if (choose(c[0], c[1], c[2]) && plan.blocks * plan.splits >= least) break;
+      const Plan larger = plan;
+      if (!choose(c[0], c[1], c[2])) continue;
+      if (larger.splits > 0 && plan.blocks * plan.splits > num_sms) {
+        plan = larger;
+        break;
+      }
+      if (plan.blocks * plan.splits >= least) break;
     }
   }
   plan.group_tiles = plan.blocks / groups;

@@ -38,6 +38,9 @@ GATHERED = BF16 + FP32
 # A rank that compiles kernels keeps the others waiting, or one that merges all profiles between two replays of a graph.
 # SGLang's own watchdog waits as long; who has ended is seen at once.
 PATIENCE_S = 300.0
+# By ranks. A row of Flash's is 8 KB times ranks - 1 in one hop, 24 or 56, and 12 or 14 in two, over PCIe at 50 GB/s;
+# the second hop takes 1.5 us and more. Reckoned
+_ONE_HOP_ROWS = {2: ONE_SHOT_ROWS, 4: 8, 8: 4}
 _LOOK_S, _TOLD_S = 0.02, 0.2  # between two looks at the others; that a kernel has to tell where this process ends
 _STAT, _PF_EXITING = "/proc/{}/stat", 0x4
 _GATHER_TAG = 1 << 31  # of a tag: the call is a gather
@@ -243,7 +246,7 @@ def _launch(x, out, group: AllReduce, algorithm: str, tag: int, **further) -> No
 @functools.lru_cache(maxsize=4096)
 def algorithm_for(rows: int, ranks: int) -> str:
     """One hop for few rows, and always between two cards, where two hops move as many bytes."""
-    return "one_shot" if rows <= (ONE_SHOT_ROWS if ranks == 2 else 8) else "two_shot"
+    return "one_shot" if rows <= _ONE_HOP_ROWS[ranks] else "two_shot"
 
 
 def describe_fault(rank: int, fault, name: str = "all_reduce") -> str | None:
