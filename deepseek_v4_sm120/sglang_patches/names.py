@@ -7,6 +7,8 @@ from deepseek_v4_sm120.patching.spec import Target
 
 MODEL = "sglang.srt.models.deepseek_v4"
 ATTENTION = f"{MODEL}:MQALayer"
+POST_LOAD = f"{MODEL}:DeepseekV4ForCausalLM.post_load_weights"  # weights of a model were loaded; the MTP draft's, too
+POST_LOAD_PARAMETERS = Parameters(("self", "is_nextn=False", "weight_names=None"))
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"

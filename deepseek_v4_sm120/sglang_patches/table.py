@@ -24,6 +24,7 @@ from deepseek_v4_sm120.sglang_patches.names import (
     handed_over,
     targets_of,
 )
+from deepseek_v4_sm120.sglang_patches.rows.attention import UPDATED_SINKS
 from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
@@ -555,7 +556,7 @@ TABLE = Table(
         *(WHOLE_CHARACTERS, THOUGHT_COUNTS, UNKNOWN_TOKENS, MAX_OUTPUT_TOKENS, PROMPT_LOGPROBS, SEEDED_DRAWS),
         *(PROMPTS_ASIDE, FATAL_REQUESTS, EMPTY_STOPS, ECHOED_ITEMS, RESPONSE_ERRORS, TOKEN_LOGPROBS),
         *(SAMPLED_STATES, STRICT_SCHEMAS, SAMPLE_SEEDS, SHARED_BEGINNINGS, STRIPPED_THOUGHTS),
-        *(PREEMPTED_REQUESTS, PADDED_ROWS),
+        *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -358,6 +358,10 @@ OBJECTS = {
         "node": ((f"{SWA_CACHE.partition(':')[0]}:TreeNode",),),
         **dict.fromkeys(("key", "node.key"), ((f"{SRT}.mem_cache.radix_cache:RadixKey",),)),
     },
+    "updated_sinks": {
+        "model": ((f"{MODEL}:DeepseekV4ForCausalLM",),),
+        **dict.fromkeys(("module", "attention"), ((ATTENTION,),)),
+    },
     "scheduling": {"running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},
     "stripped_thoughts": {
         "request": ((">=0.5.19", f"{SRT}.managers.schedule_batch:Req"),),

@@ -7,7 +7,16 @@
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_SINCE, EXTENSION, MODEL, direct_updates, targets_of
+from deepseek_v4_sm120.sglang_patches.names import (
+    DSPARK,
+    DSPARK_SINCE,
+    EXTENSION,
+    MODEL,
+    POST_LOAD,
+    POST_LOAD_PARAMETERS,
+    direct_updates,
+    targets_of,
+)
 
 LM_HEAD = "sglang.srt.layers.logits_processor:LogitsProcessor._compute_lm_head"
 OF_LM_HEAD = ("self", "hidden_states", "lm_head", "embedding_bias=None")
@@ -42,12 +51,7 @@ DRAFT_HEAD = Patch(  # behind the one above: what is put on top of it sees a dra
             Parameters(("self", "embed", "head")),
             SINCE,
         ),
-        _draft(
-            f"{MODEL}:DeepseekV4ForCausalLM.post_load_weights",
-            "loading",
-            Parameters(("self", "is_nextn=False", "weight_names=None")),
-            SINCE,
-        ),
+        _draft(POST_LOAD, "loading", POST_LOAD_PARAMETERS, SINCE),
         *direct_updates(_draft, "loading", "0.5.14"),
         _draft(
             f"{DSPARK}.attach_shared_modules",
