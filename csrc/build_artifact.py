@@ -421,6 +421,15 @@ def ask_module(interpreter: Interpreter, folder: Path) -> dict:
 # artifact
 
 
+def code(cuda_version: str) -> str:
+    """A digest of all that calibrate times: the kernels' sources, the Python that launches them, the compiler. A
+    profile says of which it is; a commit would say so of every word of documentation."""
+    files = [path for suffix in ("cu", "cuh", "h", "cpp") for path in CSRC.rglob(f"*.{suffix}")]
+    files += [*(PACKAGE / "ops").rglob("*.py")]
+    found = {str(path.relative_to(REPO)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return hashlib.sha256(json.dumps([cuda_version, found], sort_keys=True).encode()).hexdigest()[:16]
+
+
 def git_commit() -> str:
     """Commit of the checkout, "-dirty" when an input of the artifact differs from it; "unknown" outside git."""
     if not (REPO / ".git").exists() or shutil.which("git") is None:
@@ -529,6 +538,7 @@ def build(options: argparse.Namespace) -> None:
             info = {
                 "version": __version__,
                 "git_commit": commit,
+                "code": code(answers[0]["build_info"]["cuda_version"]),
                 "cuda_version": answers[0]["build_info"]["cuda_version"],
                 "archs": archs,
                 "library": LIBRARY,

@@ -167,6 +167,7 @@ def _profile_part(found: dict) -> Iterator[str]:
         described = found["profile"]
         told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
         yield from ("", f"profile           {told}")
+        yield from [described["outdated"]] if described["outdated"] else []
     yield from ("", *found["unparsable"]) if found["unparsable"] else ()
 
 

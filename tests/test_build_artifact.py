@@ -363,3 +363,22 @@ def test_unusable_requests_say_what_was_found(tmp_path):
         build_artifact.find_toolkit(str(old), tmp_path)
     with pytest.raises(BuildError, match="does not run"):
         build_artifact.find_interpreters(["/bin/false"])
+
+
+def test_what_calibrate_times_is_told_apart_and_nothing_else(tmp_path, monkeypatch):
+    """By content: a profile of it says so (patching/profile.py)."""
+    for name in ("REPO", "CSRC", "PACKAGE"):
+        monkeypatch.setattr(build_artifact, name, tmp_path / name.replace("REPO", ""))
+    files = [tmp_path / name for name in ("CSRC/op/launch.cu", "CSRC/op/op.h", "PACKAGE/ops/op.py")]
+    others = [tmp_path / name for name in ("PACKAGE/commands/doctor.py", "CSRC/build_artifact.py", "README.md")]
+    for path in (*files, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("as it was")
+    found = [build_artifact.code("13.0")]
+    for path in others:
+        path.write_text("changed")
+    assert build_artifact.code("13.0") == found[0] != build_artifact.code("13.1")
+    for path in files:
+        path.write_text("changed")
+        found.append(build_artifact.code("13.0"))
+    assert len(set(found)) == 1 + len(files)

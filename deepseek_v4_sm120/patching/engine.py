@@ -256,6 +256,7 @@ class Engine:
         self._tell()
         self.sources.forget()
         told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings + self.unparsable
+        told += [self.profile.outdated] if self.profile.outdated else []
         unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
         if unreviewed:
             told.append(

@@ -102,6 +102,55 @@ def test_an_operator_that_nobody_knows_is_a_problem_of_this_release_only(tmp_pat
     assert found.problem is None and "another machine or release" in found.warnings[0]
 
 
+BUILT = {"git_commit": "abc", "code": "1"}
+
+
+@pytest.mark.parametrize(
+    ("made", "is_outdated"),
+    [(BUILT, False), (BUILT | {"git_commit": "docs alone"}, False), (BUILT | {"code": "2"}, True), (None, True)],
+)
+def test_a_profile_of_another_build_of_this_release_holds_and_is_told(tmp_path, proc, monkeypatch, made, is_outdated):
+    """As after `git pull` and a build: what was wrong may be so still, and what was slow is another kernel now. An
+    operator that is gone since is no damage."""
+    monkeypatch.setattr(profile, "build", lambda: BUILT)
+    found = profile.consult(write(tmp_path, GOOD | {"build": made}), "0.5.17")
+    assert found.against("wo_a").endswith("ours: relative error 0.2") and found.problem is None
+    assert bool(found.outdated) is is_outdated and not found.warnings
+    assert not is_outdated or "was made with another build of ours (git " in found.outdated
+    assert profile.of_parent(found.handover()).outdated == found.describe()["outdated"] == found.outdated
+    gone = GOOD | {"build": made, "operators": GOOD["operators"] | {"of_earlier": {"winner": "stock"}}}
+    found = profile.consult(write(tmp_path, gone), "0.5.17")
+    assert bool(found.problem) is not is_outdated and bool(found.against("wo_a")) is is_outdated
+    monkeypatch.setattr(profile, "build", dict)  # a checkout
+    assert profile.consult(write(tmp_path, GOOD | {"build": made}), "0.5.17").outdated is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"code": "1", "git_commit": "abc"}'])
+def test_what_a_build_says_of_itself_may_be_damaged(tmp_path, monkeypatch, text):
+    (tmp_path / "build_info.json").write_text(text)
+    monkeypatch.setattr(deepseek_v4_sm120, "__file__", str(tmp_path / "__init__.py"))
+    assert profile.build() == (BUILT if "code" in text else {})
+
+
+def test_a_profile_of_another_build_is_in_the_log_in_status_and_in_doctor(python, tree, tmp_path):
+    """In a folder that was built; a server says it once."""
+    path = write(tmp_path, GOOD | {"identity": of_here(), "build": {"git_commit": "earlier", "code": "2"}})
+    code = """
+        import json
+        from deepseek_v4_sm120.patching import profile
+        profile.build = lambda: {"git_commit": "abc", "code": "1"}
+        import sglang.srt.managers.scheduler
+        from deepseek_v4_sm120 import __main__ as main
+        from deepseek_v4_sm120.commands.doctor import facts, software_checks
+        found = main.status()
+        told = [one.state for one in software_checks._profile(facts.Facts(smi=None, status=found))]
+        print(json.dumps([main.status_text(found).count("another build of ours (git earlier, not abc)"), told]))
+    """
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    assert done.stderr.count("another build of ours (git earlier, not abc): it holds until `calibrate`") == 1
+    assert json.loads(done.stdout) == [1, ["WARN", "FAIL"]]
+
+
 def test_a_profile_may_be_asked_about_another_machine(tmp_path, proc):
     there = profile.Identity("GPU B", None, None, deepseek_v4_sm120.__version__)
     path = write(tmp_path, GOOD | {"identity": GOOD["identity"] | {"device": "GPU B"}})

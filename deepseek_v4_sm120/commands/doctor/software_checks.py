@@ -225,6 +225,9 @@ def _profile(facts: Facts) -> Iterator[Finding]:
     if found["warnings"]:
         yield warn("profile", found["warnings"][0], "it is not used", "`calibrate` on this machine")
         return
+    if found["outdated"]:
+        cost = "a verdict may be of a kernel that is another one now"
+        yield warn("profile", found["outdated"], cost, "`calibrate` on this machine")
     told = profile.verdicts(found)
     wrong = {
         f"{operator}/{provider}": why
