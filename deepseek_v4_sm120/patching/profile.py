@@ -48,14 +48,15 @@ class Identity:
 
 @dataclass
 class Profile:
-    """Verdicts by patch. `problem` stops the server as a patch that does not fit would; `warnings`, why it is not used,
-    and `outdated`, why a verdict may be of other code, are told once."""
+    """Verdicts by patch, at the shapes of a server of `cards`. `problem` stops the server as a patch that does not fit
+    would; `warnings`, why it is not used, and `outdated`, why a verdict may be of other code, are told once."""
 
     path: str | None = None
     operators: dict[str, dict] = field(default_factory=dict)
     problem: str | None = None
     warnings: list[str] = field(default_factory=list)
     outdated: str | None = None
+    cards: int | None = None
 
     def against(self, patch: str) -> str | None:
         """Why this patch must not be applied here, None when the profile has nothing against it."""
@@ -69,13 +70,22 @@ class Profile:
         """Why the patch must do without one of its ways here ("ours, mxfp8"), None when it may use it."""
         return self.operators.get(patch, {}).get("left_out", {}).get(way)
 
+    def of_other_cards(self, cards: int | None) -> str | None:
+        """What is told of a server of so many cards, where the profile is of others; None where one is not known."""
+        if None in (self.cards, cards) or self.cards == cards:
+            return None
+        return (
+            f"profile {self.path} is of {self.cards} cards, this server has {cards}: other shapes, and other sums "
+            f"between them; `calibrate --gpus {cards}` makes one of these"
+        )
+
     def handover(self) -> dict | None:
         """What children need of it, JSON-able; `of_parent` makes it a profile again."""
         if self.path is None:
             return None
         kept = ("winner", "wrong", "left_out", "stock_over_ours")
         operators = {name: {k: v for k, v in found.items() if k in kept} for name, found in self.operators.items()}
-        told = {"problem": self.problem, "warnings": self.warnings, "outdated": self.outdated}
+        told = {"problem": self.problem, "warnings": self.warnings, "outdated": self.outdated, "cards": self.cards}
         return {"path": self.path, "operators": operators, **told}
 
     def describe(self) -> dict | None:
@@ -111,6 +121,12 @@ def build() -> dict:
     except json_file.JsonFileError:  # ops/shared/extension.py tells it, and stops a server of ours
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _cards(found: dict) -> int | None:
+    plan = found.get("plan")
+    cards = plan.get("tp") if isinstance(plan, dict) else None
+    return cards if type(cards) is int else None
 
 
 def _outdated(found: dict) -> str | None:
@@ -214,8 +230,8 @@ def consult(path: str | None, sglang: str | None, machine: Identity | None = Non
     strangers = [name for name in operators if name not in deepseek_v4_sm120.OPS]
     if outdated:
         known = {name: verdict for name, verdict in operators.items() if name not in strangers}
-        return Profile(path, known, outdated=f"profile {path} {outdated}")
+        return Profile(path, known, outdated=f"profile {path} {outdated}", cards=_cards(found))
     if strangers:  # of this very release
         text = f"profile {path} is damaged: it names {strangers[0]!r:.80}, which is no operator; known: "
         return Profile(path, problem=text + ", ".join(deepseek_v4_sm120.OPS))
-    return Profile(path, operators)
+    return Profile(path, operators, cards=_cards(found))

@@ -3,12 +3,14 @@
 import json
 import os
 from dataclasses import asdict
+from textwrap import dedent
 
 import pytest
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.sglang_patches.table import TABLE
+from tests.patching.test_table import FAKE_SM120
 
 GOOD = {
     "format": profile.FORMAT,
@@ -248,3 +250,24 @@ def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python_with
     assert done.returncode == 1 and f"profile {path} is not JSON" in done.stderr
     done = python_with_torch(code, path=[tree()], env={"DSV4_SM120_PROFILE": path, "DSV4_SM120_ON_BROKEN": "warn"})
     assert done.stdout.startswith("True") and "is not JSON" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_told"), [({"tp": 2}, True), ({"tp": 4}, False), (None, False), ({"tp": "2"}, False)]
+)
+def test_a_server_of_other_cards_than_its_profile_is_told(python_with_torch, tree, tmp_path, plan, is_told):
+    """calibrate's default is two: four have other shapes, and sums that two cannot tell of."""
+    code = """
+        from types import SimpleNamespace
+        import sglang.srt.managers.scheduler
+        from sglang.srt.arg_groups import deepseek_v4_hook
+        arguments = SimpleNamespace(tp_size=4, prefill_decode_interval=None)
+        deepseek_v4_hook.apply_deepseek_v4_defaults(arguments, "DeepseekV4ForCausalLM")
+        from deepseek_v4_sm120 import patching
+        from deepseek_v4_sm120.patching import report
+        print([note for note in report.as_dict(patching.active_engine())["notes"] if "cards" in note])
+    """
+    path = write(tmp_path, GOOD | {"identity": of_here(), "plan": plan})
+    done = python_with_torch(dedent(FAKE_SM120) + dedent(code), path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    told = f"profile {path} is of 2 cards, this server has 4: "
+    assert (done.stderr.count(told), told in done.stdout) == (is_told, is_told), done.stderr
