@@ -100,7 +100,8 @@ def status() -> dict:
     report_problem  why no process can write its report; that stops no server
     processes       the reports of those that run here; where none does, of those of which that cannot be seen
     not_hooked      why a server that is started like this interpreter has us late, or not at all
-    surroundings    variables that are none of ours, relative paths, a build of another state of the checkout
+    surroundings    variables that are none of ours, relative paths, further copies of us, a build of another state
+                    of the checkout
     """
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.ops.shared import extension
