@@ -288,7 +288,7 @@ class Engine:
         if (replaced := verdict.replaced(self.build, self.inherited)) is not None:
             self.disagreements.append(replaced)
             report.write(self)
-            raise PatchError(f"deepseek_v4_sm120 {report.our_version()}: {replaced}. What to do: start it again")
+            raise PatchError(f"deepseek_v4_sm120 {report.our_version()}: {replaced}. {verdict.REMEDY}")
         problems = self.problems()
         if self.disagreements or (problems and self.settings.on_broken == "raise"):
             raise self._refusal(self.disagreements + problems)

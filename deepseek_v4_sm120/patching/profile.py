@@ -210,8 +210,9 @@ def identity_of(found: dict) -> Identity:
 
 
 def of_parent(handed: dict) -> Profile:
-    """The profile as the process that started this one read it: the file may have changed or gone since."""
-    return Profile(**handed)
+    """The profile as the process that started this one read it: the file may have changed or gone since. One of another
+    build may hand over more; who enters the model says so (verdict.replaced)."""
+    return Profile(**{one.name: handed[one.name] for one in fields(Profile) if one.name in handed})
 
 
 def consult(path: str | None, sglang: str | None, machine: Identity | None = None) -> Profile:

@@ -12,6 +12,7 @@ from pathlib import Path
 import deepseek_v4_sm120
 from deepseek_v4_sm120.patching import VERDICT
 
+REMEDY = "What to do: start it again, with whatever started it"
 MOST_CHARACTERS = 64 << 10  # Linux takes 128 KiB in one variable; above this, children read the profile themselves
 
 

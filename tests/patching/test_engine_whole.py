@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 
 import pytest
@@ -293,10 +294,11 @@ def test_a_folder_that_is_made_anew_while_a_server_starts_stops_it(
     replace("its own start")
     assert child.inherited is not None
     if when == "never":
-        assert enter() == "loaded" and child.disagreements == []
+        child.enter_model(makes_layers=True)
+        assert child.disagreements == []
         return
-    with pytest.raises(PatchError, match="made anew, or taken away, while this server started.*: start it again"):
-        enter()
+    with pytest.raises(PatchError, match="made anew, or taken away, while this server started.*: start it again, "):
+        child.enter_model(makes_layers=True)
 
 
 def test_the_word_of_a_build_that_named_none_is_that_of_another(monkeypatch):
@@ -304,6 +306,21 @@ def test_the_word_of_a_build_that_named_none_is_that_of_another(monkeypatch):
     found = verdict.inherited({patching.VERDICT: json.dumps(words)}, "1.2.0")
     monkeypatch.setattr(verdict, "build", lambda: "a digest")
     assert verdict.replaced("a digest", None) is None and "two builds" in verdict.replaced("a digest", found)
+
+
+def test_what_another_build_hands_over_of_a_profile_is_no_traceback(host, said, gpu, monkeypatch):
+    host()
+    make()
+    enter()
+    words = json.loads(os.environ[patching.VERDICT])
+    handed = {"path": "p", "operators": {}, "problem": None, "warnings": [], "of_tomorrow": 1}
+    monkeypatch.setenv(patching.VERDICT, json.dumps(words | {"profile": handed, "build": "of tomorrow"}))
+    import_hook.forget()
+    child = make()
+    gpu(True)
+    with pytest.raises(PatchError, match="two builds"):
+        child.enter_model(makes_layers=True)
+    assert child.profile.path == "p"
 
 
 def test_a_server_says_it_once(host, said, gpu):
