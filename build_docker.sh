@@ -52,7 +52,7 @@ if [[ -n $why ]]; then
   exit 1
 fi
 
-# what is in $out is deleted: nothing but an earlier artifact may be there (check_replaceable of csrc/build_artifact.py)
+# what is in $out is deleted: nothing but an earlier artifact may be there (check_replaceable of csrc/build_folder.py)
 if [[ -e $out ]] && foreign=$(ls -A "$out" | grep -vxE 'deepseek_v4_sm120(-.+\.dist-info)?|sitecustomize\.py|__pycache__'); then
   echo "build_docker.sh: $out holds ${foreign%%$'\n'*}, which no artifact has; choose another --out, or an empty folder" >&2
   exit 1
@@ -62,13 +62,16 @@ if [[ $commit != unknown && -n $(git status --porcelain -- csrc deepseek_v4_sm12
   commit+=-dirty
 fi
 mkdir -p "$(dirname "$out")"
-fresh=$(mktemp -d "$(dirname "$out")/.$(basename "$out").new-XXXXXX")
-trap 'rm -rf "$fresh"' EXIT
+beside=$(dirname "$out")/.$(basename "$out")
+fresh=$(mktemp -d "$beside.new-XXXXXX")
+old=$beside.old-$$
+trap 'rm -rf "$fresh"; [[ -e $out || ! -e $old ]] || mv "$old" "$out"' EXIT
 docker build --progress plain --target artifact --build-arg "GIT_COMMIT=$commit" --output "type=local,dest=$fresh" . || {
   echo "build_docker.sh: docker build failed, see above; without Docker: python3 csrc/build_artifact.py --out \"$out\"" >&2
   exit 1
 }
 chmod 755 "$fresh" # mktemp made it 700; the container may run as another user
-rm -rf "$out"
+rm -rf "$beside.old-"* || : # of the build before: containers may have what is replaced now mounted, and it stays (published)
+[[ ! -e $out ]] || mv "$out" "$old"
 mv "$fresh" "$out"
 made

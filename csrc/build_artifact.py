@@ -24,9 +24,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -43,6 +41,7 @@ HOME = Path("/", os.path.expanduser("~").lstrip("~"))  # a user without one, and
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache") / "deepseek-v4-sm120/build"
 
 sys.path[:0] = [str(REPO), str(CSRC)]
+from build_folder import check_replaceable, published  # noqa: E402
 from build_results import BuildError, Results, check_writable, locked, run, say  # noqa: E402
 
 from deepseek_v4_sm120 import __version__  # noqa: E402
@@ -51,7 +50,6 @@ from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
 # 120f: RTX PRO 6000 and RTX 50 (12.0), GB10 (12.1). 90a: H100 and H200, where the kernels are validated. Cubins only,
 # no PTX: what is made for an architecture has no forward compatibility to offer. Of some kernels nvcc 13.0 makes other
 # code for 120a than for its family: they are compiled for each. All others of 120a's are 120f's to the byte.
-IN_AN_ARTIFACT = re.compile(r"deepseek_v4_sm120(-.+\.dist-info)?|sitecustomize\.py|__pycache__")  # build_docker.sh too
 ARCHS = ("120f", "90a")
 EACH = ("sparse_decode/prefill", "sparse_decode/pairs", "fp8_linear/many", "mxfp4_moe/sorted", "mxfp4_moe/scaled")
 OF_EACH = {f"{name}.cu": {"120f": ("120a", "121a")} for name in EACH}
@@ -423,6 +421,15 @@ def ask_module(interpreter: Interpreter, folder: Path) -> dict:
 # artifact
 
 
+def code(cuda_version: str) -> str:
+    """A digest of all that calibrate times: the kernels' sources, the Python that launches them, the compiler. A
+    profile says of which it is; a commit would say so of every word of documentation."""
+    files = [path for suffix in ("cu", "cuh", "h", "cpp") for path in CSRC.rglob(f"*.{suffix}")]
+    files += [*(PACKAGE / "ops").rglob("*.py")]
+    found = {str(path.relative_to(REPO)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return hashlib.sha256(json.dumps([cuda_version, found], sort_keys=True).encode()).hexdigest()[:16]
+
+
 def git_commit() -> str:
     """Commit of the checkout, "-dirty" when an input of the artifact differs from it; "unknown" outside git."""
     if not (REPO / ".git").exists() or shutil.which("git") is None:
@@ -467,33 +474,6 @@ def write_dist_info(folder: Path, version: str, interpreters: list[Interpreter])
         digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
         rows.append(f"{path.relative_to(folder)},sha256={digest},{path.stat().st_size}")
     (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,"]) + "\n")
-
-
-def check_replaceable(out: Path) -> None:
-    """BuildError where `out` holds anything but an earlier artifact: what is in it will be deleted."""
-    if out.exists() and not out.is_dir():
-        raise BuildError(f"{out} is not a folder; choose another --out")
-    if foreign := sorted(path.name for path in out.glob("*") if not IN_AN_ARTIFACT.fullmatch(path.name)):
-        raise BuildError(f"{out} holds {foreign[0]}, which no artifact has; choose another --out, or an empty folder")
-
-
-@contextmanager
-def published(out: Path) -> Iterator[Path]:
-    """A folder beside out that takes its place when the block ends well, and vanishes when it does not."""
-    check_replaceable(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (out.parent / f".{out.name}.{word}-{os.getpid()}" for word in ("new", "old"))
-    fresh.mkdir()
-    try:
-        yield fresh
-        if out.exists():
-            out.rename(old)
-        fresh.rename(out)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if old.exists() and not out.exists():
-            old.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def fill(folder: Path, interpreters: list[Interpreter], info: dict) -> None:
@@ -558,6 +538,7 @@ def build(options: argparse.Namespace) -> None:
             info = {
                 "version": __version__,
                 "git_commit": commit,
+                "code": code(answers[0]["build_info"]["cuda_version"]),
                 "cuda_version": answers[0]["build_info"]["cuda_version"],
                 "archs": archs,
                 "library": LIBRARY,

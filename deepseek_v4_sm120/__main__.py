@@ -98,8 +98,10 @@ def status() -> dict:
 
     stops           why a server of this model on a GPU that we serve would not start
     report_problem  why no process can write its report; that stops no server
+    processes       the reports of those that run here; where none does, of those of which that cannot be seen
     not_hooked      why a server that is started like this interpreter has us late, or not at all
-    surroundings    variables that are none of ours, relative paths, a build of another state of the checkout
+    surroundings    variables that are none of ours, relative paths, further copies of us, a build of another state
+                    of the checkout
     """
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.ops.shared import extension
@@ -124,7 +126,9 @@ def status() -> dict:
     reports, found["strange_reports"] = report_files.read(folder) if folder else ([], [])
     others = [one for one in reports if one["pid"] != os.getpid()]
     found["ended_processes"] = [one for one in others if lifetime.has_ended(one)]
-    found["processes"] = [one for one in others if one not in found["ended_processes"]]
+    found["unseen_processes"] = [one for one in others if lifetime.is_elsewhere(one)]
+    aside = [*found["ended_processes"], *found["unseen_processes"]]
+    found["processes"] = [one for one in others if one not in aside] or found["unseen_processes"]
     found["models"], found["model"] = models_table.overview(), None
     return found
 
@@ -164,6 +168,7 @@ def _profile_part(found: dict) -> Iterator[str]:
         described = found["profile"]
         told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
         yield from ("", f"profile           {told}")
+        yield from [described["outdated"]] if described["outdated"] else []
     yield from ("", *found["unparsable"]) if found["unparsable"] else ()
 
 
@@ -199,10 +204,14 @@ def _problem_part(found: dict) -> Iterator[str]:
 
 
 def _process_part(found: dict) -> Iterator[str]:
-    for process in (*found["processes"], *found["ended_processes"]):
+    from deepseek_v4_sm120.patching import lifetime
+
+    unseen = [process for process in found["unseen_processes"] if process not in found["processes"]]
+    for process in (*found["processes"], *unseen, *found["ended_processes"]):
         applied = sorted({row["patch"] for row in process["patches"] if row["state"] == "APPLIED"})
         broken = sorted({row["patch"] for row in process["patches"] if row["state"] == "BROKEN"})
-        ended = "" if process in found["processes"] else ", which has ended"
+        ended = ", which has ended" if process in found["ended_processes"] else ""
+        ended = f", {lifetime.ELSEWHERE}, if it runs" if process in found["unseen_processes"] else ended
         yield f"\npid {process['pid']}{ended}: applied {', '.join(applied) or 'nothing'}"
         if broken:
             yield f"  BROKEN: {', '.join(broken)}"

@@ -179,8 +179,33 @@ def test_failing_build_leaves_the_earlier_folder(tmp_path):
     assert (out / "sitecustomize.py").exists() and not (out / "half").exists()
     with build_artifact.published(out) as fresh:
         (fresh / "whole").touch()
-    assert [p.name for p in tmp_path.iterdir()] == ["build"]
-    assert [p.name for p in out.iterdir()] == ["whole"]
+    (kept,) = [p for p in tmp_path.iterdir() if p != out]
+    assert [p.name for p in out.iterdir()] == ["whole"] and (kept / "sitecustomize.py").exists()
+
+
+@pytest.mark.parametrize("builder", ["toolchain", "docker"])
+def test_a_container_keeps_the_folder_that_it_has_mounted(tmp_path, builder):
+    """A mount is of a folder, not of its path: without it `status` in a running server's container says that there is
+    nothing of ours, and a process that the server starts runs without us, without a word. Until the next build."""
+    engine, out = tmp_path / "bin/docker", tmp_path / "a build"
+    engine.parent.mkdir()
+    engine.write_text(ENGINE)
+    engine.chmod(0o755)
+    package = out / "deepseek_v4_sm120"
+    package.mkdir(parents=True)
+    (package / "table.py").touch()
+    mounted = os.open(package, os.O_RDONLY)
+    for has_it in (True, False):
+        if builder == "docker":
+            environ = os.environ | {"PATH": f"{engine.parent}:{os.environ['PATH']}"}
+            subprocess.run([build_artifact.REPO / "build_docker.sh", "--out", out], env=environ, check=True)
+        else:
+            with build_artifact.published(out) as fresh:
+                (fresh / "made").touch()
+        assert (os.listdir(mounted) == ["table.py"]) is has_it
+        (out / "made").rename(out / "sitecustomize.py")  # what an artifact may have
+        assert len([*tmp_path.glob(".*")]) == 1
+    os.close(mounted)
 
 
 def test_whoever_a_container_runs_as_can_read_the_folder(tmp_path, monkeypatch):
@@ -338,3 +363,22 @@ def test_unusable_requests_say_what_was_found(tmp_path):
         build_artifact.find_toolkit(str(old), tmp_path)
     with pytest.raises(BuildError, match="does not run"):
         build_artifact.find_interpreters(["/bin/false"])
+
+
+def test_what_calibrate_times_is_told_apart_and_nothing_else(tmp_path, monkeypatch):
+    """By content: a profile of it says so (patching/profile.py)."""
+    for name in ("REPO", "CSRC", "PACKAGE"):
+        monkeypatch.setattr(build_artifact, name, tmp_path / name.replace("REPO", ""))
+    files = [tmp_path / name for name in ("CSRC/op/launch.cu", "CSRC/op/op.h", "PACKAGE/ops/op.py")]
+    others = [tmp_path / name for name in ("PACKAGE/commands/doctor.py", "CSRC/build_artifact.py", "README.md")]
+    for path in (*files, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("as it was")
+    found = [build_artifact.code("13.0")]
+    for path in others:
+        path.write_text("changed")
+    assert build_artifact.code("13.0") == found[0] != build_artifact.code("13.1")
+    for path in files:
+        path.write_text("changed")
+        found.append(build_artifact.code("13.0"))
+    assert len(set(found)) == 1 + len(files)

@@ -13,6 +13,7 @@ from deepseek_v4_sm120.commands.calibrate import command, worker
 from deepseek_v4_sm120.ops import index_select as index_op
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops import sparse_decode as op
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.specs import index_select, mxfp4_moe, provider, sparse_decode
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
@@ -53,8 +54,12 @@ def test_the_profile_is_what_the_patch_table_reads(tmp_path, monkeypatch, capsys
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(found))
     monkeypatch.setattr(profile, "here", lambda sglang: profile.identity_of(found))
-    read = profile.consult(str(path), None)
-    assert "ours: C4: relative error 0.3000" in read.against("sparse_decode")
+    told = extension.describe()
+    for built, is_outdated in ((told, False), (told | {"code": "of a later build"}, True)):
+        monkeypatch.setattr(profile, "build", lambda built=built: built)
+        read = profile.consult(str(path), None)
+        assert "ours: C4: relative error 0.3000" in read.against("sparse_decode")
+        assert bool(read.outdated) is is_outdated and told["code"]
     command.show(found, path)
     text = capsys.readouterr().out
     assert "WRONG  ours: C4" in text and "not run  x: absent" in text and "stock is used" in text

@@ -60,16 +60,36 @@ def relative_places():
 
 def relative_entry():
     """A sentence about the entry of PYTHONPATH that is our folder, where only a relative one is; else None."""
-    folder = os.path.realpath(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
-    base = _started_in or working_directory()
-    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.environ.get("PYTHONPATH") else []
-    ours = [entry for entry in entries if base and os.path.realpath(os.path.join(base, entry)) == folder]
+    folder, base = _folder(), _started_in or working_directory()
+    ours = [entry for entry, place in _entries() if place == folder]
     if not ours or any(map(os.path.isabs, ours)):
         return None
     return (
         f"PYTHONPATH has our folder as {ours[0]!r}, relative to {base}: a process that starts elsewhere runs without "
         f"us; write {folder}"
     )
+
+
+def other_copies():
+    """A sentence where PYTHONPATH has our package in further folders, of an image's own build, say; else None."""
+    places = dict.fromkeys(place for _, place in _entries() if place != _folder())
+    others = [
+        place for place in places if os.path.isfile(os.path.join(place, __name__.partition(".")[0], "__init__.py"))
+    ]
+    if not others:
+        return None
+    return f"PYTHONPATH has our package in {' and '.join(others)}, too: {_folder()} is the one that runs"
+
+
+def _folder():
+    return os.path.realpath(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+
+
+def _entries():
+    """(entry, the folder that it is here) of PYTHONPATH."""
+    base = _started_in or working_directory()
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.environ.get("PYTHONPATH") else []
+    return [(entry, os.path.realpath(os.path.join(base, entry))) for entry in entries if base]
 
 
 def not_hooked():

@@ -75,6 +75,7 @@ class Engine:
         self.stand_ins = [s for s in table.stand_ins if self._is_known_in(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
         self.steering = Steering(table.defaults, settings, self._is_known_in, table.operators)
+        self.build = verdict.build()
         self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
         handed = self.inherited.profile if self.inherited else None
         self.profile = profile.of_parent(handed) if handed else profile.consult(settings.profile, self.version)
@@ -255,6 +256,7 @@ class Engine:
         self._tell()
         self.sources.forget()
         told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings + self.unparsable
+        told += [self.profile.outdated] if self.profile.outdated else []
         unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
         if unreviewed:
             told.append(
@@ -280,9 +282,13 @@ class Engine:
         if self.inherited is None:
             left_out = {r.name: r.problem or r.reason for r in reversed(self.records) if r.state == BROKEN}
             mine = verdict.identity(self.version)
-            verdict.Verdict(mine, left_out, self.profile.handover()).hand_over(os.environ)
+            verdict.Verdict(mine, left_out, self.profile.handover(), self.build).hand_over(os.environ)
         if not device_gate.serves_current_device():
             return
+        if (replaced := verdict.replaced(self.build, self.inherited)) is not None:
+            self.disagreements.append(replaced)
+            report.write(self)
+            raise PatchError(f"deepseek_v4_sm120 {report.our_version()}: {replaced}. {verdict.REMEDY}")
         problems = self.problems()
         if self.disagreements or (problems and self.settings.on_broken == "raise"):
             raise self._refusal(self.disagreements + problems)

@@ -3,6 +3,7 @@ has ended stay in their folder, and the next process may have its number. Standa
 
 import os
 
+ELSEWHERE = "of another container or machine, or of this one before it was started anew"
 MOST = 1 << 22  # Linux gives no higher number to a process
 
 
@@ -33,6 +34,13 @@ def has_ended(report: dict) -> bool:
     except PermissionError:  # another user's, whose /proc may be hidden
         return False
     return _began(pid) != said.get("began")
+
+
+def is_elsewhere(report: dict) -> bool:
+    """Whether nobody can see from here if its process runs: a container that is started anew has another namespace, a
+    machine another boot. Its number is that of some other process here, or of none."""
+    said, here = report.get("process"), namespace()
+    return here is not None and not (isinstance(said, dict) and said.get("namespace") == here)
 
 
 def _began(pid: int) -> int | None:

@@ -2,7 +2,8 @@
 
 Standard library only, and no CUDA: which GPU and driver this is, the driver says in /proc. A profile of another machine
 or of another release counts for nothing and is told; without one the shipped defaults hold. One that does not say of
-which machine and release it is, or names what nobody knows, is a problem: the server does not start with it.
+which machine and release it is, or names what nobody knows, is a problem: the server does not start with it. One of
+another build of this release holds, because what was wrong may be so still, and is told.
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ class Identity:
 
 @dataclass
 class Profile:
-    """Verdicts by patch. `problem` stops the server as a patch that does not fit would; `warnings` are told once."""
+    """Verdicts by patch, at the shapes of a server of `cards`. `problem` stops the server as a patch that does not fit
+    would; `warnings`, why it is not used, and `outdated`, why a verdict may be of other code, are told once."""
 
     path: str | None = None
     operators: dict[str, dict] = field(default_factory=dict)
     problem: str | None = None
     warnings: list[str] = field(default_factory=list)
+    outdated: str | None = None
+    cards: int | None = None
 
     def against(self, patch: str) -> str | None:
         """Why this patch must not be applied here, None when the profile has nothing against it."""
@@ -66,13 +70,23 @@ class Profile:
         """Why the patch must do without one of its ways here ("ours, mxfp8"), None when it may use it."""
         return self.operators.get(patch, {}).get("left_out", {}).get(way)
 
+    def of_other_cards(self, cards: int | None) -> str | None:
+        """What is told of a server of so many cards, where the profile is of others; None where one is not known."""
+        if None in (self.cards, cards) or self.cards == cards:
+            return None
+        return (
+            f"profile {self.path} is of {self.cards} cards, this server has {cards}: other shapes, and other sums "
+            f"between them; `calibrate --gpus {cards}` makes one of these"
+        )
+
     def handover(self) -> dict | None:
         """What children need of it, JSON-able; `of_parent` makes it a profile again."""
         if self.path is None:
             return None
         kept = ("winner", "wrong", "left_out", "stock_over_ours")
         operators = {name: {k: v for k, v in found.items() if k in kept} for name, found in self.operators.items()}
-        return {"path": self.path, "operators": operators, "problem": self.problem, "warnings": self.warnings}
+        told = {"problem": self.problem, "warnings": self.warnings, "outdated": self.outdated, "cards": self.cards}
+        return {"path": self.path, "operators": operators, **told}
 
     def describe(self) -> dict | None:
         if self.path is None:
@@ -80,7 +94,7 @@ class Profile:
         winners = {name: found["winner"] for name, found in self.operators.items()}
         left_out = {name: found["left_out"] for name, found in self.operators.items() if found.get("left_out")}
         wrong = {name: found["wrong"] for name, found in self.operators.items() if found.get("wrong")}
-        told = {"problem": self.problem, "warnings": self.warnings}
+        told = {"problem": self.problem, "warnings": self.warnings, "outdated": self.outdated}
         return {"path": self.path, "winners": winners, "left_out": left_out, "wrong": wrong, **told}
 
 
@@ -96,6 +110,34 @@ def verdicts(described: dict) -> str:
 def here(sglang: str | None, proc: Path = PROC) -> Identity:
     """This machine, as far as it can be told without CUDA."""
     return Identity(_device(proc), _driver(proc), sglang, deepseek_v4_sm120.__version__)
+
+
+def build() -> dict:
+    """What the build that lies beside us says of itself, {} in a checkout: git_commit, and `code`, a digest of what
+    calibrate times."""
+    path = Path(deepseek_v4_sm120.__file__).with_name("build_info.json")
+    try:
+        found = json_file.load(path) if path.is_file() else {}
+    except json_file.JsonFileError:  # ops/shared/extension.py tells it, and stops a server of ours
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cards(found: dict) -> int | None:
+    plan = found.get("plan")
+    cards = plan.get("tp") if isinstance(plan, dict) else None
+    return cards if type(cards) is int else None
+
+
+def _outdated(found: dict) -> str | None:
+    """Why the verdicts may be of other code than what runs here, as the end of a sentence; None where that is the same
+    or not known here."""
+    made, ours = found.get("build"), build()
+    made = made if isinstance(made, dict) else {}
+    if ours.get("code") in (None, made.get("code")):
+        return None
+    commits = f"git {made.get('git_commit') or 'unknown'!s:.40}, not {ours.get('git_commit')}"
+    return f"was made with another build of ours ({commits}): it holds until `calibrate` has made a new one"
 
 
 def _device(proc: Path) -> str | None:
@@ -168,8 +210,9 @@ def identity_of(found: dict) -> Identity:
 
 
 def of_parent(handed: dict) -> Profile:
-    """The profile as the process that started this one read it: the file may have changed or gone since."""
-    return Profile(**handed)
+    """The profile as the process that started this one read it: the file may have changed or gone since. One of another
+    build may hand over more; who enters the model says so (verdict.replaced)."""
+    return Profile(**{one.name: handed[one.name] for one in fields(Profile) if one.name in handed})
 
 
 def consult(path: str | None, sglang: str | None, machine: Identity | None = None) -> Profile:
@@ -184,8 +227,12 @@ def consult(path: str | None, sglang: str | None, machine: Identity | None = Non
     if different:
         text = f"profile {path} is of another machine or release ({'; '.join(different)}): the shipped defaults hold"
         return Profile(path, warnings=[text])
-    operators = found["operators"]
-    if strangers := [name for name in operators if name not in deepseek_v4_sm120.OPS]:  # of this very release
+    operators, outdated = found["operators"], _outdated(found)
+    strangers = [name for name in operators if name not in deepseek_v4_sm120.OPS]
+    if outdated:
+        known = {name: verdict for name, verdict in operators.items() if name not in strangers}
+        return Profile(path, known, outdated=f"profile {path} {outdated}", cards=_cards(found))
+    if strangers:  # of this very release
         text = f"profile {path} is damaged: it names {strangers[0]!r:.80}, which is no operator; known: "
         return Profile(path, problem=text + ", ".join(deepseek_v4_sm120.OPS))
-    return Profile(path, operators)
+    return Profile(path, operators, cards=_cards(found))

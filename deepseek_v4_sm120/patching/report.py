@@ -48,8 +48,8 @@ def warn_once(text: str) -> None:
 
 def surroundings() -> list[str]:
     """What is wrong around us and stops nothing: variables that are none of ours, places that others may not find."""
-    relative = patching.relative_entry()
-    return [*unknown_variables(os.environ), *patching.relative_places(), *([relative] if relative else [])]
+    of_path = filter(None, (patching.relative_entry(), patching.other_copies()))
+    return [*unknown_variables(os.environ), *patching.relative_places(), *of_path]
 
 
 def _say(level: int, text: str) -> None:

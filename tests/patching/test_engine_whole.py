@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 
 import pytest
@@ -266,6 +267,60 @@ def test_a_verdict_about_another_installation_is_none(host, said, gpu):
     enter()
     host({"eng_host/_version.py": "__version__ = '1.3.0'"})
     assert make(start=False).inherited is None
+
+
+@pytest.mark.parametrize("when", ["its own start", "between the two", "never"])
+@pytest.mark.parametrize("becomes", ["another build\n", None])
+def test_a_folder_that_is_made_anew_while_a_server_starts_stops_it(
+    host, said, gpu, monkeypatch, tmp_path, when, becomes
+):
+    """A path on PYTHONPATH, a build under it: ranks would run other kernels than each other, or files of both."""
+    host()
+    record = tmp_path / f"dsv4/deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info/RECORD"
+    record.parent.mkdir(parents=True)
+    record.write_text("a build\n")
+    monkeypatch.setattr(verdict, "_package", lambda: tmp_path / "dsv4/deepseek_v4_sm120")
+
+    def replace(now):
+        if now == when:
+            record.unlink() if becomes is None else record.write_text(becomes)
+
+    make()
+    gpu(True)
+    assert enter() == "loaded", "the first process"
+    replace("between the two")
+    import_hook.forget()
+    child = make()
+    replace("its own start")
+    assert child.inherited is not None
+    if when == "never":
+        child.enter_model(makes_layers=True)
+        assert child.disagreements == []
+        return
+    with pytest.raises(PatchError, match="made anew, or taken away, while this server started.*: start it again, "):
+        child.enter_model(makes_layers=True)
+
+
+def test_the_word_of_a_build_that_named_none_is_that_of_another(monkeypatch):
+    words = {"identity": verdict.identity("1.2.0"), "left_out": {}, "profile": None}
+    found = verdict.inherited({patching.VERDICT: json.dumps(words)}, "1.2.0")
+    monkeypatch.setattr(verdict, "build", lambda: "a digest")
+    assert verdict.replaced("a digest", None) is None and "two builds" in verdict.replaced("a digest", found)
+
+
+def test_what_another_build_hands_over_of_a_profile_is_no_traceback(host, said, gpu, monkeypatch):
+    host()
+    make()
+    enter()
+    words = json.loads(os.environ[patching.VERDICT])
+    handed = {"path": "p", "operators": {}, "problem": None, "warnings": [], "of_tomorrow": 1}
+    monkeypatch.setenv(patching.VERDICT, json.dumps(words | {"profile": handed, "build": "of tomorrow"}))
+    import_hook.forget()
+    child = make()
+    gpu(True)
+    with pytest.raises(PatchError, match="two builds"):
+        child.enter_model(makes_layers=True)
+    assert child.profile.path == "p"
 
 
 def test_a_server_says_it_once(host, said, gpu):

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from deepseek_v4_sm120 import __main__ as main
-from deepseek_v4_sm120.commands.doctor import command, software_checks
+from deepseek_v4_sm120.commands.doctor import command, facts, software_checks
 from deepseek_v4_sm120.patching import lifetime
 from deepseek_v4_sm120.settings import Settings
 
@@ -45,7 +46,33 @@ def test_status_and_doctor_do_not_take_an_ended_server_for_one_that_runs(is_runn
     assert (len(found["processes"]), len(found["ended_processes"])) == (is_running, not is_running)
     ended = "" if is_running else ", which has ended"
     assert f"\npid {os.getppid()}{ended}: applied mhc" in main.status_text(found)
-    facts = SimpleNamespace(status=found)
-    assert command.applied(facts) == (frozenset({"mhc"}) if is_running else None)
-    (told,) = [one for one in software_checks._processes(facts)]
+    seen = SimpleNamespace(status=found)
+    assert command.applied(seen) == (frozenset({"mhc"}) if is_running else None)
+    (told,) = [one for one in software_checks._processes(seen)]
     assert told.found == ("applied mhc" if is_running else "1 reports, all of processes that have ended")
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+@pytest.mark.parametrize("told", [{"namespace": "of an earlier boot", "began": 1}, None])
+def test_what_an_earlier_life_of_the_container_left_is_not_taken_for_a_server(told, is_running, tmp_path, monkeypatch):
+    """Its numbers are other processes' now, whose environment is not the server's. Where a server runs, that one
+    counts; where none is seen, what is there may be of a container that shares the folder."""
+    monkeypatch.setattr("deepseek_v4_sm120.settings.settings", lambda: Settings(report=str(tmp_path)))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    made = {"deepseek_v4_sm120": "x", "notes": [], "shadow_summary": []}
+    old = {**made, "pid": child.pid, "patches": [{"patch": "wo_a", "state": "APPLIED"}]} | (
+        {"process": told} if told else {}
+    )
+    (tmp_path / "1.json").write_text(json.dumps(old))
+    if is_running:
+        process = {**lifetime.of_this(), "began": lifetime._began(os.getppid())}
+        row = {"patch": "mhc", "state": "APPLIED"}
+        new = {**made, "pid": os.getppid(), "patches": [row], "process": process}
+        (tmp_path / "2.json").write_text(json.dumps(new))
+    found = facts.gather(Path("/"), {}, lambda command: None)
+    child.communicate()
+    assert command.applied(found) == frozenset({"mhc" if is_running else "wo_a"})
+    assert set(found.server_environ) == ({os.getppid()} if is_running else set())
+    assert f"pid {child.pid}, {lifetime.ELSEWHERE}, if it runs: applied wo_a" in main.status_text(found.status)
+    told = [one for one in software_checks._processes(found) if one.check == "running servers"]
+    assert len(told) == (not is_running) and all("1 reports of another container" in one.found for one in told)

@@ -3,12 +3,14 @@
 import json
 import os
 from dataclasses import asdict
+from textwrap import dedent
 
 import pytest
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.sglang_patches.table import TABLE
+from tests.patching.test_table import FAKE_SM120
 
 GOOD = {
     "format": profile.FORMAT,
@@ -100,6 +102,55 @@ def test_an_operator_that_nobody_knows_is_a_problem_of_this_release_only(tmp_pat
     foreign = strange | {"identity": GOOD["identity"] | {"package": "9"}}  # of a release that may know it
     found = profile.consult(write(tmp_path, foreign), "0.5.17")
     assert found.problem is None and "another machine or release" in found.warnings[0]
+
+
+BUILT = {"git_commit": "abc", "code": "1"}
+
+
+@pytest.mark.parametrize(
+    ("made", "is_outdated"),
+    [(BUILT, False), (BUILT | {"git_commit": "docs alone"}, False), (BUILT | {"code": "2"}, True), (None, True)],
+)
+def test_a_profile_of_another_build_of_this_release_holds_and_is_told(tmp_path, proc, monkeypatch, made, is_outdated):
+    """As after `git pull` and a build: what was wrong may be so still, and what was slow is another kernel now. An
+    operator that is gone since is no damage."""
+    monkeypatch.setattr(profile, "build", lambda: BUILT)
+    found = profile.consult(write(tmp_path, GOOD | {"build": made}), "0.5.17")
+    assert found.against("wo_a").endswith("ours: relative error 0.2") and found.problem is None
+    assert bool(found.outdated) is is_outdated and not found.warnings
+    assert not is_outdated or "was made with another build of ours (git " in found.outdated
+    assert profile.of_parent(found.handover()).outdated == found.describe()["outdated"] == found.outdated
+    gone = GOOD | {"build": made, "operators": GOOD["operators"] | {"of_earlier": {"winner": "stock"}}}
+    found = profile.consult(write(tmp_path, gone), "0.5.17")
+    assert bool(found.problem) is not is_outdated and bool(found.against("wo_a")) is is_outdated
+    monkeypatch.setattr(profile, "build", dict)  # a checkout
+    assert profile.consult(write(tmp_path, GOOD | {"build": made}), "0.5.17").outdated is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"code": "1", "git_commit": "abc"}'])
+def test_what_a_build_says_of_itself_may_be_damaged(tmp_path, monkeypatch, text):
+    (tmp_path / "build_info.json").write_text(text)
+    monkeypatch.setattr(deepseek_v4_sm120, "__file__", str(tmp_path / "__init__.py"))
+    assert profile.build() == (BUILT if "code" in text else {})
+
+
+def test_a_profile_of_another_build_is_in_the_log_in_status_and_in_doctor(python, tree, tmp_path):
+    """In a folder that was built; a server says it once."""
+    path = write(tmp_path, GOOD | {"identity": of_here(), "build": {"git_commit": "earlier", "code": "2"}})
+    code = """
+        import json
+        from deepseek_v4_sm120.patching import profile
+        profile.build = lambda: {"git_commit": "abc", "code": "1"}
+        import sglang.srt.managers.scheduler
+        from deepseek_v4_sm120 import __main__ as main
+        from deepseek_v4_sm120.commands.doctor import facts, software_checks
+        found = main.status()
+        told = [one.state for one in software_checks._profile(facts.Facts(smi=None, status=found))]
+        print(json.dumps([main.status_text(found).count("another build of ours (git earlier, not abc)"), told]))
+    """
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    assert done.stderr.count("another build of ours (git earlier, not abc): it holds until `calibrate`") == 1
+    assert json.loads(done.stdout) == [1, ["WARN", "FAIL"]]
 
 
 def test_a_profile_may_be_asked_about_another_machine(tmp_path, proc):
@@ -199,3 +250,24 @@ def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python_with
     assert done.returncode == 1 and f"profile {path} is not JSON" in done.stderr
     done = python_with_torch(code, path=[tree()], env={"DSV4_SM120_PROFILE": path, "DSV4_SM120_ON_BROKEN": "warn"})
     assert done.stdout.startswith("True") and "is not JSON" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_told"), [({"tp": 2}, True), ({"tp": 4}, False), (None, False), ({"tp": "2"}, False)]
+)
+def test_a_server_of_other_cards_than_its_profile_is_told(python_with_torch, tree, tmp_path, plan, is_told):
+    """calibrate's default is two: four have other shapes, and sums that two cannot tell of."""
+    code = """
+        from types import SimpleNamespace
+        import sglang.srt.managers.scheduler
+        from sglang.srt.arg_groups import deepseek_v4_hook
+        arguments = SimpleNamespace(tp_size=4, prefill_decode_interval=None)
+        deepseek_v4_hook.apply_deepseek_v4_defaults(arguments, "DeepseekV4ForCausalLM")
+        from deepseek_v4_sm120 import patching
+        from deepseek_v4_sm120.patching import report
+        print([note for note in report.as_dict(patching.active_engine())["notes"] if "cards" in note])
+    """
+    path = write(tmp_path, GOOD | {"identity": of_here(), "plan": plan})
+    done = python_with_torch(dedent(FAKE_SM120) + dedent(code), path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    told = f"profile {path} is of 2 cards, this server has 4: "
+    assert (done.stderr.count(told), told in done.stdout) == (is_told, is_told), done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_v4_sm120.patching import lifetime
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Target
 from deepseek_v4_sm120.sglang_patches.table import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
@@ -558,7 +559,7 @@ def test_status_among_strange_reports(python, tree, tmp_path):
     done = status(python, path=[tree()], env={"DSV4_SM120_REPORT": str(tmp_path)})
     for name, why in (("1", "is not JSON"), ("2", "is no regular file"), ("3", "is a symbolic link")):
         assert f"no report of ours: {tmp_path / name}.json: {why}" in done.stdout
-    assert "pid 7: applied nothing" in done.stdout and "\x1b" not in done.stdout
+    assert f"pid 7, {lifetime.ELSEWHERE}, if it runs: applied nothing" in done.stdout and "\x1b" not in done.stdout
     assert r"\x1b[2J gone" in done.stdout  # written out, as console.say does with all that a terminal would obey
 
 

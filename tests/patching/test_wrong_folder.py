@@ -83,6 +83,23 @@ def test_a_checkout_whose_build_is_of_another_state_is_told(python, tree, checko
     assert done.returncode == 0 and done.stderr.count(told) == is_changed, done.stderr
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_second_folder_of_ours_on_the_path_is_told(python, tree, without_module, is_first):
+    """An image's own build beside a newer one that is mounted: the first runs, whichever was meant."""
+    other = without_module.parent / "baked in"
+    shutil.copytree(without_module, other)
+    both = [other, without_module] if is_first else [without_module, other]
+    found = status(python, path=[*both, tree()], ours=False, check=False)
+    told = f"PYTHONPATH has our package in {both[1]}, too: {both[0]} is the one that runs"
+    assert f"warning: {told}\n" in found.stdout
+    done = python(
+        "import sglang, deepseek_v4_sm120; print(deepseek_v4_sm120.__file__)", path=[*both, tree()], ours=False
+    )
+    assert done.stderr.count(told) == 1 and done.stdout.startswith(f"{both[0]}/")
+    once = python("import sglang", path=[without_module, without_module, tree()], ours=False)
+    assert "is the one that runs" not in once.stderr
+
+
 @pytest.mark.parametrize("has_it", [False, True])
 def test_a_folder_without_what_python_runs_first_is_told(python, tree, checkout, has_it):
     """As where the package itself is mounted into a folder that is on PYTHONPATH: all is READY, and nothing patched."""

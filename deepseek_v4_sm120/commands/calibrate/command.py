@@ -380,7 +380,7 @@ def as_profile(operators: dict[str, dict], device: str, shapes: dict) -> dict:
     return {
         "format": profile.FORMAT,
         "identity": asdict(here) | {"device": here.device or device},
-        "build": {key: extension.describe()[key] for key in ("git_commit", "cuda_version")},
+        "build": {key: extension.describe()[key] for key in ("git_commit", "code", "cuda_version")},
         "date": datetime.date.today().isoformat(),
         "plan": shapes,
         "operators": operators,

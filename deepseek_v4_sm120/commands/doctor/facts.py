@@ -14,6 +14,7 @@ from types import ModuleType
 
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.commands.doctor import nvidia_smi, pci
+from deepseek_v4_sm120.patching import lifetime
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
 # variable -> where the cache is without it, relative to the home folder; and the libraries that fill it
@@ -93,7 +94,8 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
     )
     found.versions, found.pins = _versions()
     found.status, found.status_problem = _status()
-    pids = [process["pid"] for process in (found.status or {}).get("processes", [])]
+    processes = (found.status or {}).get("processes", [])
+    pids = [process["pid"] for process in processes if not lifetime.is_elsewhere(process)]
     found.server_environ = {pid: e for pid in pids if (e := _environ_of(root, pid)) is not None}
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deepseek_v4_sm120.commands.doctor.facts import Facts, volumes
 from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
-from deepseek_v4_sm120.patching import HOST, profile, report
+from deepseek_v4_sm120.patching import HOST, lifetime, profile, report
 from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT, ON, USER
 from deepseek_v4_sm120.settings import REPORT
 from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
@@ -225,6 +225,9 @@ def _profile(facts: Facts) -> Iterator[Finding]:
     if found["warnings"]:
         yield warn("profile", found["warnings"][0], "it is not used", "`calibrate` on this machine")
         return
+    if found["outdated"]:
+        cost = "a verdict may be of a kernel that is another one now"
+        yield warn("profile", found["outdated"], cost, "`calibrate` on this machine")
     told = profile.verdicts(found)
     wrong = {
         f"{operator}/{provider}": why
@@ -260,6 +263,10 @@ def _processes(facts: Facts) -> Iterator[Finding]:
         ended = len(status.get("ended_processes", ()))
         none = f"{ended} reports, all of processes that have ended" if ended else "no reports"
         yield not_run("running servers", none, "start them and doctor with DSV4_SM120_REPORT=<the same folder>")
+    elif unseen := [one for one in processes if one in status.get("unseen_processes", ())]:
+        told = f"{len(unseen)} reports {lifetime.ELSEWHERE}"
+        fix = f"doctor in the server's container; it goes by these: delete them in {REPORT} where they are old"
+        yield not_run("running servers", f"{told}: not seen here whether they run", fix)
     for process in processes:
         applied = sorted({r["patch"] for r in process["patches"] if r["state"] == "APPLIED"})
         broken = sorted({r["patch"] for r in process["patches"] if r["state"] == "BROKEN"})

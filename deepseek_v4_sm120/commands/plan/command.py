@@ -82,7 +82,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         sglang=sglang,
         replaced=() if settings().off else tuple(replaced),
         profile=None if measured.warnings else measured.path,
-        profile_unused=measured.warnings[0] if measured.warnings else None,
+        profile_told=(*measured.warnings, *filter(None, (measured.outdated, measured.of_other_cards(gpus)))),
         switched_off=switched_off,
         draft_head=choices[DRAFT_HEAD] == "on" if DRAFT_HEAD in choices else None,
         also_set={k: v for k, v in choices.items() if k not in (*switched_off, DRAFT_HEAD, PREFILL_GRAPHS)},

@@ -268,8 +268,7 @@ def _notes(plan: Plan) -> None:
         )
     if r.model.sees_images:
         plan.notes.append(models_served.SEES_IMAGES)
-    if r.profile_unused:
-        plan.notes.append(r.profile_unused)
+    plan.notes += r.profile_told
     if r.profile is not None and facts.is_container(Path("/")):
         plan.notes.append(f"{r.profile} lies in this container: the docker line's --mount wants its path on the host")
     if (model := local_model(plan)) is not None and facts.is_container(Path("/")):

@@ -35,7 +35,7 @@ class Request:
     sglang: str
     replaced: tuple[str, ...] = OPS  # the operators that nothing leaves out
     profile: str | None = None  # the file that says so
-    profile_unused: str | None = None  # why a server makes nothing of the file that was given
+    profile_told: tuple[str, ...] = ()  # why a server makes nothing of the file that was given, or what else it tells
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
     draft_head: bool | None = None  # drafts guess with a copy of the head in E4M3, likewise; None: where it pays
     also_set: Mapping[str, str] = field(default_factory=dict)  # what else it says, which no size here hangs on

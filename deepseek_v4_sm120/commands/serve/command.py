@@ -73,9 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     tolerated = unsafe(plan, words, {**os.environ, **added})
     for name in dropped:
         _say(f"[serve] yours instead of the plan's: {name}")
-    if plan.request.profile_unused:
-        _say(f"[serve] {plan.request.profile_unused}")
-    for text in (*tolerated, *choices.in_vain(plan.request)):
+    for text in (*plan.request.profile_told, *tolerated, *choices.in_vain(plan.request)):
         _say(f"[serve] {text}")
     shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in redacted(added).items())
     line = shlex.join(redacted(words)).replace(f"'{HIDDEN}'", HIDDEN)

@@ -241,5 +241,5 @@ def describe() -> dict:
     """The same from the files alone, plus `file` and `problem` (None, or why load() would fail)."""
     path = find()
     info = _describe_file(path) if path is not None else {}
-    keys = ("version", "git_commit", "cuda_version", "archs", "glibc")
+    keys = ("version", "git_commit", "code", "cuda_version", "archs", "glibc")
     return {"file": str(path) if path else None, "problem": explain(), **{key: info.get(key) for key in keys}}

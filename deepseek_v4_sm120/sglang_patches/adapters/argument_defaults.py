@@ -135,6 +135,9 @@ def replace_apply_defaults(original: Callable) -> Callable:
             models_served.announce_served_card()
             if told := extension.stale():
                 report.warn(f"deepseek_v4_sm120: {told}")
+            if others := engine.profile.of_other_cards(read("tp_size", None)):
+                report.add_note("profile", lambda: others)
+                report.warn(f"deepseek_v4_sm120: {others}")
             engine.steering.apply(_surroundings(server_args), read, write)
             applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
             if applied:
