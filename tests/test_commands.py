@@ -171,6 +171,10 @@ def test_a_server_in_a_container_that_only_hears_itself_is_told(monkeypatch, cap
         assert ("--host 0.0.0.0 listens for all" in capsys.readouterr().out) is is_told
 
 
+def test_a_python_that_drops_our_docstrings_runs_the_commands(run):
+    assert run("plan", *PLAN, PYTHONOPTIMIZE="2").returncode == 0
+
+
 def test_without_a_command_all_are_listed(run):
     done = run()
     assert done.returncode == 2
@@ -343,6 +347,14 @@ def test_more_cards_than_there_are_and_a_port_in_use(run, machine):
     words = ["serve", "--gpus", "2", "--memory", "400", "--sglang", "0.5.17", "--context", "8192"]
     done = run(*words, path=[site], PATH=path)
     assert done.returncode == 2 and "--gpus 2, but this machine has 1" in done.stderr
+    two = site.parent / "two.xml"
+    head, gpu, tail = re.fullmatch(
+        "(.*?)(<gpu id.*</gpu>)(.*)", (REPO / "tests/data/nvidia_smi_h200.xml").read_text(), re.S
+    ).groups()
+    two.write_text(head + gpu * 2 + tail)
+    (site.parent / "bin/nvidia-smi").write_text(SMI.format(data=two))
+    done = run(*words, path=[site], PATH=path, CUDA_VISIBLE_DEVICES="1")
+    assert done.returncode == 2 and "--gpus 2, but CUDA_VISIBLE_DEVICES=1 leaves 1" in done.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

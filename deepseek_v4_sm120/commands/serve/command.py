@@ -149,6 +149,8 @@ def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
         raise CommandError(f"no GPU to serve on: {gpus.problem}")
     if num_gpus is not None and len(gpus.gpus) < num_gpus:
         raise CommandError(f"--gpus {num_gpus}, but this machine has {len(gpus.gpus)}")
+    if num_gpus is not None and 0 < len(left := plan_command.visible_names(os.environ)) < num_gpus:
+        raise CommandError(f"--gpus {num_gpus}, but {plan_command.VISIBLE}={','.join(left)} leaves {len(left)}")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
