@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -414,6 +416,19 @@ def test_where_a_server_answers(host, given, url, monkeypatch):
     asked.clear()
     assert main([*words, "--", f"--host={host}", "--port", "4000"]) == 0  # yours wins, so there it is waited for
     assert asked[0] == (given, 4000) and asked[1][1] == url
+
+
+@pytest.mark.parametrize("words", [["serve", *PLAN, "--dry-run"], ["calibrate", "--out", "/dev/null"]])
+def test_without_a_folder_for_temporary_files_it_is_said(words, monkeypatch, capsys):
+    """A container's read-only file system."""
+
+    def none_is_writable():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none_is_writable)
+    monkeypatch.setattr(calibrate, "check_out", lambda out: None)
+    assert main(words) == 2
+    assert "No usable temporary directory found in ['/tmp']: SGLang wants one" in capsys.readouterr().err
 
 
 def test_the_plans_choices_are_added_to_the_users_own():

@@ -11,14 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from deepseek_v4_sm120.commands import speculation
-from deepseek_v4_sm120.commands.console import CommandError, encodable
+from deepseek_v4_sm120.commands.console import CommandError, encodable, temporary_folder
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.http_get import get
@@ -131,7 +130,7 @@ def environment(plan: Plan, environ: Mapping[str, str], profile: str | None) -> 
     behind = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != PACKAGE_FOLDER]
     added = {"PYTHONPATH": os.pathsep.join([str(PACKAGE_FOLDER), *behind])}
     planned = {flag.name: flag.value for flag in plan.environment}
-    planned[REPORT] = str(Path(tempfile.gettempdir(), f"dsv4-{os.getpid()}"))
+    planned[REPORT] = str(Path(temporary_folder(), f"dsv4-{os.getpid()}"))
     added |= {name: value for name, value in planned.items() if name not in environ and name != "PYTHONPATH"}
     if CHOICES in environ and CHOICES in planned:
         own = read_choices(environ[CHOICES])
