@@ -314,7 +314,11 @@ def test_no_key_is_printed_and_the_server_gets_it(run, machine):
 # SIGINT as a shell leaves it: to the foreground, and ignored in a background job without job control
 @pytest.mark.parametrize(
     ("sigint", "told", "end"),
-    [(signal.SIG_DFL, "Ctrl-C", signal.SIGINT), (signal.SIG_IGN, "`kill {}`", signal.SIGTERM)],
+    [
+        (signal.SIG_DFL, "Ctrl-C", signal.SIGINT),
+        (signal.SIG_IGN, "`kill {}`", signal.SIGTERM),
+        (signal.SIG_DFL, "Ctrl-C", signal.SIGHUP),  # its terminal is closed
+    ],
 )
 def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, told, end):
     site, path = machine
@@ -342,6 +346,21 @@ def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, t
     assert "answers at http://127.0.0.1:" in text and "capturing CUDA graphs" in text and "bye" in text
     assert "tuning kernels" not in text  # an argument in the log has that word
     assert f"env {REPO}" in text and "patch " in text and "Traceback" not in text
+
+
+def test_a_log_that_cannot_be_written_for_a_while_does_not_keep_the_server_from_speaking(monkeypatch):
+    """A full disk: a server whose words nobody takes stands still."""
+    told, is_full = [], [True]
+
+    def say(text):
+        if is_full and is_full.pop():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        told.append(text)
+
+    monkeypatch.setattr(serve, "_say", say)
+    child = subprocess.Popen(["printf", "one\ntwo\nthree\n"], stdout=subprocess.PIPE, text=True)
+    serve._Log(child).join(10)
+    assert told == ["two", "three"] and child.wait(10) == 0
 
 
 def test_more_cards_than_there_are_and_a_port_in_use(run, machine):
