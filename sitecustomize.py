@@ -18,6 +18,7 @@ def _chain(folder):
     seen.add(folder)
     spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p) not in seen])
     if spec is not None and spec.loader is not None:
+        seen.add(os.path.dirname(os.path.abspath(spec.origin)))  # it may look for the next one, too, and find us
         spec.loader.exec_module(module_from_spec(spec))
 
 

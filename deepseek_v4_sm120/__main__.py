@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who started us
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 for as long as the process lives
-    about = deepseek_v4_sm120.__doc__.partition(".")[0]
+    about = (deepseek_v4_sm120.__doc__ or "").partition(".")[0]  # python3 -OO drops it
     parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120", description=about)
     parser.add_argument("--version", action="version", version=deepseek_v4_sm120.__version__)
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")

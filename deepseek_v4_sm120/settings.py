@@ -34,6 +34,7 @@ PREFIX, LIKE_OURS = "DSV4_SM120", 0.85  # of difflib's ratio, for what begins ot
 WORDS = {"all_reduce": ("host", "peer")}  # that a name of DSV4_SM120_SET takes besides
 MOST_DIGITS = 6  # of a number there
 NO = ("off", "0")  # what a name of it may have that leaves it out
+SERVICE = ("_SERVICE_HOST", "_SERVICE_PORT")  # what every Service of Kubernetes' has behind its name, and _PORT
 KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", PROFILE)
 
 
@@ -96,8 +97,15 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that looks like one of ours and is none, with the nearest that is."""
-    upper = {name: name.upper() for name in environ if name not in KNOWN}
+    """A sentence for each variable that looks like one of ours and is none, with the nearest that is. Those by which
+    Kubernetes tells every container of a Service named like us were typed by nobody."""
+    services = tuple(
+        f"{service}{end}"
+        for service in (name.removesuffix(SERVICE[0]) for name in environ if name.endswith(SERVICE[0]))
+        if service + SERVICE[1] in environ
+        for end in (*SERVICE, "_PORT")
+    )
+    upper = {name: name.upper() for name in environ if name not in KNOWN and not name.startswith(services)}
     strangers = sorted(name for name, n in upper.items() if "SM1" in n or n.startswith("DSV4"))
     if not strangers:
         return []

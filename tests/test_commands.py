@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -171,6 +173,10 @@ def test_a_server_in_a_container_that_only_hears_itself_is_told(monkeypatch, cap
         assert ("--host 0.0.0.0 listens for all" in capsys.readouterr().out) is is_told
 
 
+def test_a_python_that_drops_our_docstrings_runs_the_commands(run):
+    assert run("plan", *PLAN, PYTHONOPTIMIZE="2").returncode == 0
+
+
 def test_without_a_command_all_are_listed(run):
     done = run()
     assert done.returncode == 2
@@ -308,7 +314,11 @@ def test_no_key_is_printed_and_the_server_gets_it(run, machine):
 # SIGINT as a shell leaves it: to the foreground, and ignored in a background job without job control
 @pytest.mark.parametrize(
     ("sigint", "told", "end"),
-    [(signal.SIG_DFL, "Ctrl-C", signal.SIGINT), (signal.SIG_IGN, "`kill {}`", signal.SIGTERM)],
+    [
+        (signal.SIG_DFL, "Ctrl-C", signal.SIGINT),
+        (signal.SIG_IGN, "`kill {}`", signal.SIGTERM),
+        (signal.SIG_DFL, "Ctrl-C", signal.SIGHUP),  # its terminal is closed
+    ],
 )
 def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, told, end):
     site, path = machine
@@ -338,11 +348,34 @@ def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, t
     assert f"env {REPO}" in text and "patch " in text and "Traceback" not in text
 
 
+def test_a_log_that_cannot_be_written_for_a_while_does_not_keep_the_server_from_speaking(monkeypatch):
+    """A full disk: a server whose words nobody takes stands still."""
+    told, is_full = [], [True]
+
+    def say(text):
+        if is_full and is_full.pop():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        told.append(text)
+
+    monkeypatch.setattr(serve, "_say", say)
+    child = subprocess.Popen(["printf", "one\ntwo\nthree\n"], stdout=subprocess.PIPE, text=True)
+    serve._Log(child).join(10)
+    assert told == ["two", "three"] and child.wait(10) == 0
+
+
 def test_more_cards_than_there_are_and_a_port_in_use(run, machine):
     site, path = machine
     words = ["serve", "--gpus", "2", "--memory", "400", "--sglang", "0.5.17", "--context", "8192"]
     done = run(*words, path=[site], PATH=path)
     assert done.returncode == 2 and "--gpus 2, but this machine has 1" in done.stderr
+    two = site.parent / "two.xml"
+    head, gpu, tail = re.fullmatch(
+        "(.*?)(<gpu id.*</gpu>)(.*)", (REPO / "tests/data/nvidia_smi_h200.xml").read_text(), re.S
+    ).groups()
+    two.write_text(head + gpu * 2 + tail)
+    (site.parent / "bin/nvidia-smi").write_text(SMI.format(data=two))
+    done = run(*words, path=[site], PATH=path, CUDA_VISIBLE_DEVICES="1")
+    assert done.returncode == 2 and "--gpus 2, but CUDA_VISIBLE_DEVICES=1 leaves 1" in done.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -402,6 +435,19 @@ def test_where_a_server_answers(host, given, url, monkeypatch):
     asked.clear()
     assert main([*words, "--", f"--host={host}", "--port", "4000"]) == 0  # yours wins, so there it is waited for
     assert asked[0] == (given, 4000) and asked[1][1] == url
+
+
+@pytest.mark.parametrize("words", [["serve", *PLAN, "--dry-run"], ["calibrate", "--out", "/dev/null"]])
+def test_without_a_folder_for_temporary_files_it_is_said(words, monkeypatch, capsys):
+    """A container's read-only file system."""
+
+    def none_is_writable():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none_is_writable)
+    monkeypatch.setattr(calibrate, "check_out", lambda out: None)
+    assert main(words) == 2
+    assert "No usable temporary directory found in ['/tmp']: SGLang wants one" in capsys.readouterr().err
 
 
 def test_the_plans_choices_are_added_to_the_users_own():

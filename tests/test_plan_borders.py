@@ -393,23 +393,27 @@ H200 = (Path(__file__).parent / "data/nvidia_smi_h200.xml").read_text()
 TOTAL = "<total>143771 MiB</total>"
 
 
-def cards(monkeypatch, *kinds, visible=None):
+def cards(monkeypatch, *kinds, visible=None, order=None):
     """(cards, MiB) that a plan takes of a machine with (name, capability, MiB or None) for each GPU."""
     head, gpu, tail = re.fullmatch("(.*?)(<gpu id.*</gpu>)(.*)", H200, re.S).groups()
     told = [
-        re.sub("<product_name>.*?</product_name>", f"<product_name>{name}</product_name>", gpu).replace(
-            TOTAL, f"<total>{'Not Supported' if mib is None else f'{mib} MiB'}</total>"
-        )
-        for name, _, mib in kinds
+        re.sub("<product_name>.*?</product_name>", f"<product_name>{name}</product_name>", gpu)
+        .replace(TOTAL, f"<total>{'Not Supported' if mib is None else f'{mib} MiB'}</total>")
+        .replace("</gpu>", f"<uuid>GPU-{number}a5c0000-0000</uuid></gpu>")
+        for number, (name, _, mib) in enumerate(kinds)
     ]
     answers = {"-q": head + "".join(told) + tail, "--query-gpu=compute_cap": "\n".join(c for _, c, _ in kinds)}
     monkeypatch.setattr(facts, "run_command", lambda words: answers.get(words[1]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if order is not None:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
     return command._machine(argparse.Namespace(gpus=None, memory=None))
 
 
+GAMING = ("RTX 5090", "12.0", 32607)
 PRO, ADA, SPARK = ("RTX PRO 6000", "12.0", 97887), ("RTX 4090", "8.9", 24564), ("NVIDIA GB10", "12.1", None)
 
 
@@ -419,6 +423,18 @@ def test_a_plan_is_for_the_cards_that_serve(monkeypatch):
     assert cards(monkeypatch, *[PRO] * 4, visible="2,3") == (2, 97887)
     assert cards(monkeypatch, *[PRO] * 4, visible="") == (4, 97887)
     assert cards(monkeypatch, ADA, ADA) == (2, 24564)
+
+
+def test_of_several_kinds_a_plan_is_for_those_that_are_named(monkeypatch):
+    machine, by_place = (GAMING, PRO, PRO, GAMING), "PCI_BUS_ID"
+    assert cards(monkeypatch, *machine, visible="1,2", order=by_place) == (2, 97887)
+    assert cards(monkeypatch, *machine, visible="GPU-2a5c0000-0000, GPU-1a") == (2, 97887)
+    assert cards(monkeypatch, *machine, visible="0,3", order=by_place) == (2, 32607)
+    assert cards(monkeypatch, *machine, visible="1", order=by_place) == (1, 97887)
+    assert cards(monkeypatch, visible="GPU-2a5c", order=by_place) == (2, int(96 * launch.REPORTED_PER_GB))  # no card
+    for unknown in ("MIG-2a5c0000-0001", "GPU-9a"):
+        with pytest.raises(CommandError, match=f"does not list CUDA_VISIBLE_DEVICES={unknown}: --gpus"):
+            cards(monkeypatch, PRO, visible=unknown)
 
 
 def test_a_card_whose_memory_is_the_hosts_is_asked_for(monkeypatch):

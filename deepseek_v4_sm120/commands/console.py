@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -26,6 +27,15 @@ class CommandError(Exception):
 
 class Unwritable(Exception):
     """Why what a command says cannot be written."""
+
+
+def temporary_folder() -> str:
+    """CommandError where nothing can be written: a container's read-only file system without a /tmp of its own."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        needs = "SGLang wants one, too: in a container --tmpfs /tmp, or set TMPDIR"
+        raise CommandError(f"{error.strerror}: {needs}") from error
 
 
 def is_rich() -> bool:

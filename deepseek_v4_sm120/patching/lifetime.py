@@ -9,9 +9,10 @@ MOST = 1 << 22  # Linux gives no higher number to a process
 
 def namespace() -> str | None:
     """The kernel that runs and this process's namespace of process numbers; None where /proc does not tell."""
-    if not os.path.exists("/proc/self/ns/pid"):
+    boot = "/proc/sys/kernel/random/boot_id"
+    if not all(map(os.path.exists, ("/proc/self/ns/pid", boot))):
         return None
-    with open("/proc/sys/kernel/random/boot_id") as file:
+    with open(boot) as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 

@@ -15,6 +15,13 @@ from deepseek_v4_sm120.patching import lifetime
 from deepseek_v4_sm120.settings import Settings
 
 
+def test_a_proc_of_processes_alone_tells_nothing(monkeypatch):
+    """systemd's ProcSubset=pid: there is no /proc/sys."""
+    there = os.path.exists
+    monkeypatch.setattr(lifetime.os.path, "exists", lambda path: there(path) and not path.startswith("/proc/sys"))
+    assert lifetime.namespace() is None and not lifetime.has_ended({"pid": 1, "process": lifetime.of_this()})
+
+
 def test_a_report_tells_whether_its_process_still_runs(tmp_path):
     """Reports of a server that has ended stay, and the next process may have its number."""
     mine = {"pid": os.getpid(), "process": lifetime.of_this()}

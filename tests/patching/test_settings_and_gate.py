@@ -70,6 +70,17 @@ def test_a_variable_that_is_none_of_ours_is_named_with_the_nearest(name, nearest
     assert f"variable {name} is none of ours" in sentence and f"the nearest is {nearest}" in sentence
 
 
+@pytest.mark.parametrize(("service", "told"), [("DSV4_SM120", 0), ("DSV4_SM120_2", 0), (None, 2)])
+def test_what_kubernetes_tells_of_a_service_is_no_mistake(service, told):
+    """A Service named dsv4-sm120 is in the environment of every container of its namespace."""
+    ends = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_30000_TCP", "PORT_30000_TCP_ADDR")
+    given = {f"{service}_{end}": "tcp://10.0.0.1:30000" for end in ends if service}
+    given |= {} if service else {"DSV4_SM120_PORT": "30000", "DSV4_SM120_SERVICE_HOST": "here"}
+    assert len(unknown_variables(given)) == told
+    (sentence,) = unknown_variables({"DSV4_SM120_SERVICE_HOST": "", "DSV4_SM120_SERVICE_PORT": "", "DSV4_SM120_ST": ""})
+    assert "DSV4_SM120_ST is none of ours" in sentence
+
+
 def test_every_variable_of_ours_is_known():
     assert unknown_variables(dict.fromkeys((*KNOWN, "SGLANG_DSV4_FP4_EXPERTS", "DSV4_CACHE", "SM120"), "")) == []
 

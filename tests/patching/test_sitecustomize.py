@@ -51,6 +51,24 @@ def test_two_copies_of_ours_and_a_neighbour(python, tree, tmp_path, write_tree):
     assert done.stdout == "neighbour\nTrue\n" and done.stderr.count("failed") == 0
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_neighbour_that_chains_as_well_ends(python, tree, tmp_path, write_tree, is_first):
+    text = """
+        import os, sys
+        from importlib.machinery import PathFinder
+        from importlib.util import module_from_spec
+        here = os.path.dirname(os.path.abspath(__file__))
+        print("neighbour")
+        spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p) != here])
+        spec.loader.exec_module(module_from_spec(spec))
+    """
+    neighbour = write_tree(tmp_path / "neighbour", {"sitecustomize.py": text})
+    copy = write_tree(tmp_path / "copy", {"sitecustomize.py": (REPO / "sitecustomize.py").read_text()})
+    path = [neighbour, copy, tree()] if is_first else [copy, neighbour, tree()]
+    done = python(IS_PATCHED, path=path, env=SEAMS)
+    assert done.stdout.endswith("True\n") and done.stdout.count("neighbour") <= 2 and done.stderr.count("failed") == 0
+
+
 def test_a_raising_neighbour_is_reported_and_stops_nothing(python, tree, tmp_path, write_tree):
     neighbour = write_tree(tmp_path / "neighbour", {"sitecustomize.py": "raise RuntimeError('neighbour is ill')"})
     done = python(IS_PATCHED, path=[neighbour, tree()], env=SEAMS)

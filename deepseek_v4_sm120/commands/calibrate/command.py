@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--limit-s must be more than 0 seconds, got {arguments.limit_s}")
     out = Path(arguments.out)
     check_out(arguments.out)
+    console.temporary_folder()
     device, cards = _device()
     if facts.is_container(root := Path("/")) and not facts.is_mounted(root, out.resolve()):
         console.say(f"calibrate: {out} is lost with this container; --out a file in a mounted folder stays", sys.stderr)

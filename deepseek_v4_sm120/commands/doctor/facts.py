@@ -18,6 +18,7 @@ from deepseek_v4_sm120.patching import lifetime
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
 # variable -> where the cache is without it, relative to the home folder; and the libraries that fill it
+IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"  # in every container there
 WORKSPACE = "FLASHINFER_WORKSPACE_BASE"
 CACHES = {
     "TVM_FFI_CACHE_DIR": ".cache/tvm-ffi",
@@ -64,24 +65,25 @@ class Facts:
 
 
 def run_command(command: list[str], timeout_s: float = 20) -> str | None:
-    """Output of a command, None when it does not exist, fails or hangs."""
+    """Output of a command, of one that fails, too, for nvidia-smi says why there; None when it does not exist, hangs,
+    or fails without a word."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 or done.stdout.strip() else None
 
 
 def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_command) -> Facts:
     """root: "/" in real life. Reads only; starts nothing but nvidia-smi and dmesg."""
     smi = nvidia_smi.read(run)
     home = Path(environ.get("HOME", "/root"))
-    in_container = is_container(root)
+    in_container = is_container(root, environ)
     found = Facts(
         smi=smi,
         pci=[pci.read_path(root / "sys", gpu.bus_id) for gpu in smi.gpus],
         iommu_groups=pci.iommu_groups(root / "sys"),
-        xids=nvidia_smi.read_xids(run(["dmesg"])) if smi.gpus else None,
+        xids=nvidia_smi.read_xids(run(["dmesg"])),
         environ=dict(environ),
         shm_bytes=_size(root / "dev/shm"),
         is_container=in_container,
@@ -100,8 +102,9 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
     return found
 
 
-def is_container(root: Path) -> bool:
-    return (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+def is_container(root: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """By what Docker, Podman and Kubernetes leave in theirs; LXC's is kept as a machine is, and is none."""
+    return IN_KUBERNETES in environ or any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv"))
 
 
 def sitecustomize_files(path: list[str], ran: ModuleType | None) -> list[Path]:
@@ -109,7 +112,9 @@ def sitecustomize_files(path: list[str], ran: ModuleType | None) -> list[Path]:
     here = patching.working_directory()  # None where it was removed
     first = [Path(ran.__file__)] if ran is not None and getattr(ran, "__file__", None) else []
     files = first + [Path(folder, "sitecustomize.py") for folder in path if folder and folder != here]
-    return list(dict.fromkeys(file.resolve() for file in files if file.is_file()))
+    return list(
+        dict.fromkeys(file.resolve() for file in files if os.path.isfile(file))
+    )  # False where this user may not look
 
 
 def _size(folder: Path) -> int | None:
@@ -119,7 +124,7 @@ def _size(folder: Path) -> int | None:
 def _nvcc(environ: Mapping[str, str]) -> str | None:
     homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)] + ["/usr/local/cuda"]
     candidates = [Path(home, "bin/nvcc") for home in homes]
-    return next((str(c) for c in candidates if c.is_file()), shutil.which("nvcc", path=environ.get("PATH")))
+    return next((str(c) for c in candidates if os.path.isfile(c)), shutil.which("nvcc", path=environ.get("PATH")))
 
 
 def cache_folders(environ: Mapping[str, str], home: Path) -> dict[str, Path]:

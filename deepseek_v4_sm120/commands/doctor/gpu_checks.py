@@ -43,7 +43,8 @@ def _architecture(facts: Facts) -> Iterator[Finding]:
             "GPU",
             f"{len(gpus)} GPUs of several kinds: {names}",
             "tensor parallel runs at the slowest card and at the least memory",
-            "choose equal cards with CUDA_VISIBLE_DEVICES",
+            "choose equal cards with CUDA_VISIBLE_DEVICES by the names of nvidia-smi -L, or its numbers together with "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, without which CUDA counts the fastest first",
         )
     elif all(g.capability is None for g in gpus):
         yield not_run("GPU", f"{len(gpus)} x {names}: this driver does not tell the compute capability")
@@ -79,6 +80,7 @@ def _driver(facts: Facts) -> Iterator[Finding]:
         return
     archs = [str(arch) for arch in build.get("archs") or ()]
     found = sorted({g.capability for g in facts.smi.gpus if g.capability})
+    found = [c for c in found if c[0] == SM120_MAJOR] or found  # beside these, another card has the monitor
     missing = ["".join(map(str, c)) for c in found if not any(extension.runs_on(arch, c) for arch in archs)]
     if missing:
         yield warn(

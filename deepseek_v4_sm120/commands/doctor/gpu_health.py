@@ -33,9 +33,7 @@ XIDS: dict[tuple[int, ...], tuple[str, str, str]] = {
 
 
 def checks(facts: Facts) -> Iterator[Finding]:
-    """Nothing where there are no GPUs: gpu_checks says so."""
-    if not facts.smi.gpus:
-        return
+    """Where no GPU is listed, gpu_checks says so; what the kernel's log has of one tells why."""
     for gpu in facts.smi.gpus:
         yield from _card(gpu)
     yield from _kernel_log(facts)
@@ -63,17 +61,20 @@ def _card(gpu: Gpu) -> Iterator[Finding]:
 def _kernel_log(facts: Facts) -> Iterator[Finding]:
     name = "kernel log"
     if facts.xids is None:
-        yield not_run(name, "not readable here", "as root on the host: dmesg | grep Xid")
+        if facts.smi.gpus:
+            yield not_run(name, "not readable here", "as root on the host: dmesg | grep Xid")
         return
-    index = {gpu.bus_id.rpartition(".")[0]: gpu.index for gpu in facts.smi.gpus}
-    found = {place: [c for c in codes if c != ECHO] for place, codes in facts.xids.items() if place in index}
+    known_as = {gpu.bus_id.rpartition(".")[0]: f"GPU {gpu.index}" for gpu in facts.smi.gpus}
+    if not facts.smi.gpus:  # nvidia-smi lists none where one is lost
+        known_as = {place: f"the card at {place}" for place in facts.xids}
+    found = {place: [c for c in codes if c != ECHO] for place, codes in facts.xids.items() if place in known_as}
     for codes, (what, cost, fix) in XIDS.items():
-        seen = [f"GPU {index[place]}: Xid {code}" for place, told in found.items() for code in told if code in codes]
+        seen = [f"{known_as[place]}: Xid {code}" for place, told in found.items() for code in told if code in codes]
         if seen:
             yield warn(name, f"{what} since this log begins ({', '.join(seen)})", cost, fix)
     known = {code for codes in XIDS for code in codes}
-    others = [f"GPU {index[place]}: Xid {code}" for place, told in found.items() for code in told if code not in known]
+    others = [f"{known_as[place]}: Xid {code}" for place, told in found.items() for code in told if code not in known]
     if others:
         yield warn(name, ", ".join(others), "see NVIDIA's catalogue of Xids", "dmesg has the lines")
-    if not any(found.values()):
+    if facts.smi.gpus and not any(found.values()):
         yield ok(name, "no Xid of these cards")

@@ -49,7 +49,7 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
             "/dev/shm",
             f"{facts.shm_bytes >> 20} MiB in this {where}",
             "NCCL and SGLang's own queues between ranks fail with bus errors or fall back to sockets",
-            "docker run --ipc=host (or --shm-size=16g)",
+            "docker run --ipc=host (or --shm-size=16g); in Kubernetes an emptyDir with medium Memory at /dev/shm",
         )
     else:
         yield ok("/dev/shm", f"{facts.shm_bytes / 2**30:.0f} GiB in this {where}")

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-Run = Callable[[list[str]], str | None]  # a command's output, None when it is not there or fails
+from deepseek_v4_sm120.commands.console import one_line
+
+Run = Callable[[list[str]], str | None]  # what a command says, None when it is not there, hangs or says nothing
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Gpu:
     recovery: str | None = None  # what the driver asks for: Reset, Reboot, ..
     memory_faults: tuple[str, ...] = ()
     replays: int | None = None  # packets that the link sent again, since the last reset
+    uuid: str | None = None  # GPU-..
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ def read(run: Run) -> Smi:
         return Smi((), None, None, {}, "nvidia-smi is not there or does not answer (in a container: --gpus all)")
     try:
         root = ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
-        return Smi((), None, None, {}, f"nvidia-smi -q -x answers with something that is not XML ({error})")
+    except ElementTree.ParseError:  # the driver is another one than its library, a card is lost, ..
+        return Smi((), None, None, {}, f"nvidia-smi -q -x says: {one_line(text)}")
     capabilities = _capabilities(run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
     nodes = root.findall("gpu")
     gpus = tuple(_gpu(i, node, capabilities[i] if i < len(capabilities) else None) for i, node in enumerate(nodes))
@@ -107,6 +110,7 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         recovery=_flag(node, "gpu_recovery_action", "None"),
         memory_faults=_memory_faults(node),
         replays=_number(node, "pci/replay_counter"),
+        uuid=_text(node, "uuid"),
     )
 
 

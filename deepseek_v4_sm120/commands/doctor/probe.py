@@ -11,7 +11,11 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+from deepseek_v4_sm120.commands.doctor import nvidia_smi
+from deepseek_v4_sm120.commands.doctor.facts import run_command
 
 PEER_BYTES = 64 << 20
 LOAD_SECONDS = 2.0
@@ -22,7 +26,16 @@ def peers(torch) -> list[dict]:
     """Each ordered pair of cards: what is reported, whether the data arrives, and how fast."""
     count = torch.cuda.device_count()
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    return [_pair(torch, i, j) for i, j in pairs]
+    named = numbers(torch, nvidia_smi.read(run_command).gpus)
+    return [_pair(torch, i, j) | {"from": named[i], "to": named[j]} for i, j in pairs]
+
+
+def numbers(torch, gpus: Sequence[nvidia_smi.Gpu]) -> list[int]:
+    """nvidia-smi's number of each card that torch sees: CUDA_VISIBLE_DEVICES leaves some out, and CUDA counts the
+    fastest first. What nvidia-smi does not name so, such as a MIG slice, has torch's."""
+    known = {(gpu.uuid or "").removeprefix("GPU-"): gpu.index for gpu in gpus}
+    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    return [known.get(uuid, i) for i, uuid in enumerate(seen)]
 
 
 def _pair(torch, i: int, j: int) -> dict:
@@ -40,14 +53,11 @@ def _pair(torch, i: int, j: int) -> dict:
     torch.cuda.synchronize(j)
     seconds = time.perf_counter() - start
     rate = TIMED_COPIES * PEER_BYTES / seconds / 1e9
-    return {"from": i, "to": j, "reported": reported, "moved": moved, "gbs": round(rate, 2)}
+    return {"reported": reported, "moved": moved, "gbs": round(rate, 2)}
 
 
 def links(torch) -> dict[str, list[int]]:
-    """Generation and width of every card's link while host copies run, by nvidia-smi's index."""
-    from deepseek_v4_sm120.commands.doctor import nvidia_smi
-    from deepseek_v4_sm120.commands.doctor.facts import run_command
-
+    """Generation and width of the link of every card that torch sees while host copies run, by nvidia-smi's index."""
     count = torch.cuda.device_count()
     host = torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
     buffers = [torch.empty(32 << 20, dtype=torch.uint8, device=f"cuda:{i}") for i in range(count)]
@@ -64,7 +74,8 @@ def links(torch) -> dict[str, list[int]]:
             break
     text = question.communicate()[0]
     smi = nvidia_smi.read(lambda command: text if "-x" in command else run_command(command))
-    known = [g for g in smi.gpus if None not in (g.link_generation[0], g.link_width[0])]
+    busy = numbers(torch, smi.gpus)  # others sleep
+    known = [g for g in smi.gpus if g.index in busy and None not in (g.link_generation[0], g.link_width[0])]
     return {str(g.index): [g.link_generation[0], g.link_width[0]] for g in known}
 
 
@@ -103,7 +114,7 @@ def run(python: str, timeout_s: float) -> tuple[dict | None, str | None]:
     """(what the probe found, why it found nothing, or not all)."""
     words, problem = [python, "-m", "deepseek_v4_sm120.commands.doctor.probe"], None
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout_s)
         out, err = done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:
         out, err = ((text or b"").decode(errors="replace") for text in (error.stdout, error.stderr))

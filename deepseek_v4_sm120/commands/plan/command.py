@@ -26,6 +26,7 @@ from deepseek_v4_sm120.sglang_patches.table import TABLE
 DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER, BY_PLACE = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"  # of CUDA's numbers; by default the fastest is the first
 CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
 SUMMED_BY = ("ours", "nccl")
 MOST_DRAFTS = 3  # that are reckoned
@@ -149,6 +150,9 @@ def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
     found = _cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
     if memory_gb is not None or not found:
         memory_mib = int((DEFAULT_MEMORY_GB if memory_gb is None else memory_gb) * launch.REPORTED_PER_GB)
+    elif None in found:
+        name = visible_names(os.environ)[found.index(None)]
+        raise CommandError(f"nvidia-smi does not list {VISIBLE}={name}: --gpus N --memory <GB of one>")
     else:
         memory_mib = min(gpu.memory_total for gpu in found)
         if not memory_mib:  # a GB10's is the host's
@@ -158,10 +162,24 @@ def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _cards(gpus: Sequence, environ: Mapping[str, str]) -> list:
-    """Those that can serve, of the kind that ours is for where there are some; as many as CUDA_VISIBLE_DEVICES has."""
+    """Those that can serve, of the kind that ours is for where there are some. Of CUDA_VISIBLE_DEVICES those that it
+    names (None: nvidia-smi does not list it), where it has CUDA's own numbers, by speed, as many."""
     served = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability[0] == SM120_MAJOR] or list(gpus)
-    visible = environ.get(VISIBLE, "").strip()
-    return served[: len(visible.split(","))] if visible else served
+    names = visible_names(environ)
+    is_exact = environ.get(ORDER) == BY_PLACE or any(name.startswith(("GPU-", "MIG-")) for name in names)
+    if not (names and gpus and is_exact):
+        return served[: len(names) or None]
+    return [next((gpu for gpu in gpus if _is_named(gpu, name)), None) for name in names]
+
+
+def _is_named(gpu, name: str) -> bool:
+    """By nvidia-smi's number, or its name or the beginning of that."""
+    return name == str(gpu.index) or name.startswith("GPU-") and (gpu.uuid or "").startswith(name)
+
+
+def visible_names(environ: Mapping[str, str]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES says, one by one; nothing where it leaves all."""
+    return [name.strip() for name in environ.get(VISIBLE, "").split(",") if name.strip()]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,14 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from deepseek_v4_sm120.commands import speculation
-from deepseek_v4_sm120.commands.console import CommandError, encodable
+from deepseek_v4_sm120.commands.console import CommandError, encodable, temporary_folder
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.http_get import get
@@ -32,6 +31,8 @@ READY_TIMEOUT_S = 3600
 STOP_TIMEOUT_S = 30
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
+# Ctrl-C comes as KeyboardInterrupt anyway; the terminal that is closed. Under nohup that one is ignored, and stays so
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
 POLL_S = 0.5
 # words of SGLang's log -> the stage that begins there
@@ -129,7 +130,7 @@ def environment(plan: Plan, environ: Mapping[str, str], profile: str | None) -> 
     behind = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != PACKAGE_FOLDER]
     added = {"PYTHONPATH": os.pathsep.join([str(PACKAGE_FOLDER), *behind])}
     planned = {flag.name: flag.value for flag in plan.environment}
-    planned[REPORT] = str(Path(tempfile.gettempdir(), f"dsv4-{os.getpid()}"))
+    planned[REPORT] = str(Path(temporary_folder(), f"dsv4-{os.getpid()}"))
     added |= {name: value for name, value in planned.items() if name not in environ and name != "PYTHONPATH"}
     if CHOICES in environ and CHOICES in planned:
         own = read_choices(environ[CHOICES])
@@ -147,6 +148,8 @@ def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
         raise CommandError(f"no GPU to serve on: {gpus.problem}")
     if num_gpus is not None and len(gpus.gpus) < num_gpus:
         raise CommandError(f"--gpus {num_gpus}, but this machine has {len(gpus.gpus)}")
+    if num_gpus is not None and 0 < len(left := plan_command.visible_names(os.environ)) < num_gpus:
+        raise CommandError(f"--gpus {num_gpus}, but {plan_command.VISIBLE}={','.join(left)} leaves {len(left)}")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -177,7 +180,7 @@ def _say(text: str) -> None:
 
 
 def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
-    """Run the server until it ends or Ctrl-C (or SIGTERM) comes; returns its exit status, 0 after a clean stop."""
+    """Run the server until it ends or one of ENDS comes; returns its exit status, 0 after a clean stop."""
     try:
         child = subprocess.Popen(
             words,
@@ -191,7 +194,7 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
     except OSError as error:
         raise CommandError(f"{words[0]} does not start: {error.strerror}") from error
     log = _Log(child)
-    restore = signal.signal(signal.SIGTERM, _interrupt)
+    restore = {one: signal.signal(one, _interrupt) for one in ENDS if signal.getsignal(one) != signal.SIG_IGN}
     try:
         is_up = _wait_until_healthy(child, log, url)
         if is_up:
@@ -201,12 +204,14 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
         _say(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}")
         return 1 if code else 0
     except KeyboardInterrupt:
-        _say("[serve] stopping")
-        stop(child)
+        log.pass_on("[serve] stopping")  # to a terminal that may be gone
+        if not stop(child):
+            log.pass_on(f"[serve] still there after {STOP_TIMEOUT_S} s: killed")
         log.join(LAST_WORDS_S)
         return 0
     finally:
-        signal.signal(signal.SIGTERM, restore)
+        for one, handler in restore.items():
+            signal.signal(one, handler)
         if child.poll() is None:
             stop(child)
         with contextlib.suppress(ProcessLookupError):
@@ -217,17 +222,20 @@ def _interrupt(*_) -> None:
     raise KeyboardInterrupt
 
 
-def stop(child: subprocess.Popen) -> None:
-    """SIGTERM to the server, which ends its workers; what is left of its session after the limit is killed."""
+def stop(child: subprocess.Popen) -> bool:
+    """SIGTERM to the server, which ends its workers; what is left of its session after the limit is killed. Whether the
+    server ended by itself."""
+    has_ended = True
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     try:
         child.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        _say(f"[serve] still there after {STOP_TIMEOUT_S} s: killed")
+        has_ended = False
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+    return has_ended
 
 
 class _Log(threading.Thread):
@@ -253,6 +261,8 @@ class _Log(threading.Thread):
                 _say(text)
         except BrokenPipeError:  # `| head`
             self.is_heard = False
+        except OSError:  # a full disk, a terminal that is gone: this line is lost
+            pass
 
 
 def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
