@@ -209,6 +209,8 @@ def _blocks(lines: list[str], reader: _Reader) -> tuple[list[list[_Step]], list[
         if last is None or last.opcode.partition(".")[0] not in _ENDS:
             follow.append(after)
             continue
+        is_end = last.opcode.partition(".")[0] in ("EXIT", "RET")
+        assert is_end or last.target is not None, f"who knows where this goes: {last.text}"
         jumps = [labels[last.target]] if last.target is not None else []
         follow.append(jumps + (after if last.conditional else []))
     return blocks, follow

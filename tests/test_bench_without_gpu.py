@@ -24,16 +24,16 @@ def test_a_help_text_of_one_line_is_a_whole_sentence():
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "bf16_linear", "index_select", "mhc", "prompt_sums"])
-def test_a_benchmark_without_a_card(name, tmp_path):
-    command = [sys.executable, str(REPO / f"bench/{name}.py"), "--out", str(tmp_path / "found.json")]
+def test_a_benchmark_without_a_card(name, tmp_path, torch_python):
+    command = [*torch_python(), str(REPO / f"bench/{name}.py"), "--out", str(tmp_path / "found.json")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.startswith("no GPU: torch "), done.stderr
     assert not (tmp_path / "found.json").exists()
 
 
-def test_times_of_loading_without_a_card():
-    command = [sys.executable, str(REPO / "bench/load_time.py")]
+def test_times_of_loading_without_a_card(torch_python):
+    command = [*torch_python(), str(REPO / "bench/load_time.py")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.startswith("no GPU: torch ") and done.stderr.count("\n") == 1

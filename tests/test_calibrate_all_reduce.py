@@ -35,7 +35,7 @@ sys.exit(ranks.main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return emulated.compiled(tmp_path_factory.mktemp("emulated"), flags=emulated.LIBRARY)
+    return emulated.library_of_run(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def disassembled(library: Path, folder: Path) -> dict[str, dict[str, list[str]]]
 
     def lines_of(task: tuple[str, Path]) -> dict[str, list[str]]:
         arch, cubin = task
-        listing = subprocess.run([nvdisasm, "-c", cubin], check=True, text=True, capture_output=True).stdout
+        listing = subprocess.run([nvdisasm, "-c", "-ndf", cubin], check=True, text=True, capture_output=True).stdout
         functions = sass.split(listing)
         assert functions, cubin
         if arch == "sm_121a":

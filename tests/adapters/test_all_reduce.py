@@ -425,7 +425,7 @@ def test_what_stands_against_ours_is_said():
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return emulated.compiled(tmp_path_factory.mktemp("emulated"), flags=emulated.LIBRARY)
+    return emulated.library_of_run(tmp_path_factory.getbasetemp())
 
 
 SMALL = 64  # hidden

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import mmap
 import os
@@ -51,27 +52,51 @@ US = {"peer": 5.0, "host": 9.0}  # what a call takes, as the emulated probe tell
 LONG_S, SHORT_S = 60.0, 1.0  # of patience: where all is well, and where a fault is due
 
 
-def compiled(folder: Path, *changes: tuple[str, str], flags: tuple[str, ...] = ("-O1",)) -> Path:
-    """The harness with the kernels in it, each change made in their text, which must have it."""
+def harness(*changes: tuple[str, str]) -> str:
+    """Its text with the kernels in it, each change made in theirs, which must have it."""
     text = "".join((REPO / "csrc/all_reduce" / name).read_text() for name in SOURCES)
     text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
     for old, new in (*SMALL, *changes):
         assert old in text, old
         text = text.replace(old, new)
+    return HARNESS.read_text().replace("//@@ the kernels", text)
+
+
+def made_of(text: str, folder: Path, *flags: str) -> Path:
     source, program = folder / "on_cpu.cpp", folder / "on_cpu"
-    source.write_text(HARNESS.read_text().replace("//@@ the kernels", text))
+    source.write_text(text)
     all_flags = ["-std=c++20", "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas", *flags]
     subprocess.run([shutil.which("g++") or "c++", *all_flags, source, "-o", program], check=True)
     return program
 
 
-def precompiled(folder: Path, *flags: str) -> tuple[str, ...]:
-    """Flags by which compilations with `flags` have what the harness includes from there."""
-    header = folder / "included.h"
-    header.write_text("".join(re.findall(r"^#include <.*\n", HARNESS.read_text(), flags=re.M)))
-    command = [shutil.which("g++") or "c++", "-std=c++20", "-pthread", *flags, "-x", "c++-header", str(header)]
-    subprocess.run([*command, "-o", f"{header}.gch"], check=True)
-    return (*flags, "-include", str(header))
+def compiled(folder: Path, *changes: tuple[str, str], flags: tuple[str, ...] = ("-O1",)) -> Path:
+    return made_of(harness(*changes), folder, *flags)
+
+
+def compiled_together(folder: Path, variants: list[tuple[str, tuple[tuple[str, str], ...]]]) -> Path:
+    """One program of (what ONLY is, changes) each, as namespaces: what is the standard library's is compiled once. Its
+    last argument is a variant's number."""
+    included, parts = "".join(re.findall(r"^#include <.*\n", HARNESS.read_text(), flags=re.M)), []
+    for number, (only, changes) in enumerate(variants):
+        text = re.sub(r"^#include <.*\n", "", harness(*changes), flags=re.M)
+        parts.append(f"#undef ONLY\n#define ONLY {only}\nnamespace variant_{number} {{\n{text}\n}}\n")
+    mains = ", ".join(f"variant_{number}::main" for number in range(len(variants)))
+    parts.append(f"int main(int argc, char** argv) {{\n  constexpr int (*mains[])(int, char**) = {{{mains}}};\n")
+    parts.append("  return mains[std::atoi(argv[argc - 1])](argc - 1, argv);\n}\n")
+    return made_of(included + "".join(parts), folder, "-O0", "-Wno-unused-function")
+
+
+def library_of_run(base: Path) -> Path:
+    """What stands for the module: of all workers of a test run, whose folders are beside `base`, one compiles it."""
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            compiled(folder, flags=LIBRARY)
+            (folder / "complete").touch()
+    return folder / "on_cpu"
 
 
 class Emulated:

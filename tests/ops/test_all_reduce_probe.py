@@ -38,7 +38,7 @@ connection.poll(None)
 @pytest.fixture(scope="module")
 def program(tmp_path_factory, torch_python):
     """program(fault): of a rank's process."""
-    library = emulated.compiled(tmp_path_factory.mktemp("emulated"), flags=emulated.LIBRARY)
+    library = emulated.library_of_run(tmp_path_factory.getbasetemp())
     return lambda fault: (*torch_python(), emulated.__file__, str(library), json.dumps(fault))
 
 

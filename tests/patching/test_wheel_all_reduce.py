@@ -237,6 +237,11 @@ def begun(wheel, module, until):
 def imported(wheel, module):
     path, text = WheelSources(wheel).path(module), WheelSources(wheel).read(module)
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    return of_sglang(text, package)
+
+
+@functools.cache  # most files are those of the release before
+def of_sglang(text, package):
     return tuple(found for found in imports(ast.parse(text).body, package) if found.startswith("sglang."))
 
 

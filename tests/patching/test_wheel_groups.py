@@ -243,12 +243,13 @@ def seen():
 
 
 @every_release("0.5.20")  # seen from 0.5.14 on, whose text does not change any more
-def test_a_query_sees_the_group_that_it_ends_and_all_before(sglang_wheel, tmp_path, python, seen, version):
+def test_a_query_sees_the_group_that_it_ends_and_all_before(sglang_wheel, tmp_path, python_with_torch, seen, version):
     """DeepSeek's: entry j for the query at position p where j < (p + 1) // ratio. In Triton's interpreter."""
     wheel = sglang_wheel(version)
     (member,) = [member for member in members(wheel) if member.endswith("dsv4/metadata_kernel.py")]
     text = content(wheel, member)
     if text not in seen:
         (tmp_path / "metadata_kernel.py").write_text(text)
-        seen[text] = python(VISIBLE.replace("FOLDER", repr(str(tmp_path))), env={"TRITON_INTERPRET": "1"}).stdout
+        code = VISIBLE.replace("FOLDER", repr(str(tmp_path)))
+        seen[text] = python_with_torch(code, env={"TRITON_INTERPRET": "1"}).stdout
     assert seen[text] == "True True\n" * 2

@@ -220,8 +220,8 @@ MAKE_LIST = """
 
 
 @pytest.mark.parametrize("version", LISTS)
-def test_a_page_table_stands_for_the_c128_list_that_sglang_makes(version, sglang_wheel, tmp_path, python):
+def test_a_page_table_stands_for_the_c128_list_that_sglang_makes(version, sglang_wheel, tmp_path, python_with_torch):
     """SGLang's table of a row, of 256-token pages, is the C128 cache's too; lengths are seq // 128."""
     (tmp_path / "metadata_kernel.py").write_bytes(zipfile.ZipFile(sglang_wheel(version)).read(LISTS[version]))
     code = MAKE_LIST.replace("FOLDER", repr(str(tmp_path)))
-    assert python(code, env={"TRITON_INTERPRET": "1"}).stdout == "(8, 66) True True\n"
+    assert python_with_torch(code, env={"TRITON_INTERPRET": "1"}).stdout == "(8, 66) True True\n"

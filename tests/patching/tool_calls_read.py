@@ -6,6 +6,7 @@ A program of its own, because it imports SGLang's modules from a wheel:
     python3 -m tests.patching.tool_calls_read 0.5.22        JSON: what each case became, by way
 """
 
+import functools
 import importlib
 import inspect
 import json
@@ -64,6 +65,7 @@ def written(block: str, arguments: dict) -> str:
     return f"{IN_FRONT}\n\n<{MARK}{block}>\n{first}{second}</{MARK}{block}>"
 
 
+@functools.cache  # every reader has the same
 def pieces(text: str, way) -> list[str]:
     """DeepSeek's mark is one token, as in its vocabulary; for the rest words, blanks and signs do."""
     tokens, found, at = re.findall(rf"{MARK}| ?[A-Za-z]+|\n+|\s|\d+|[^\w\s]|_", text), [], 0
