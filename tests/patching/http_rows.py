@@ -25,6 +25,7 @@ BETWEEN = {  # where, from a release on, before another
     "prompts_aside": (http.MESSAGES, "0.5.22", "0.6"),
     "turn_phases": (http.RESPONSES, "0.5.20", "0.6"),
     **dict.fromkeys(("effort_levels", "json_answers", "call_order", "strict_schemas"), (http.RECIPE, "0.5.23", "0.6")),
+    "tool_namespaces": (http.RESPONSES, "0.5.23", "0.6"),
     "cut_characters": (http.RECIPE_READER, "0.5.23", "0.6"),
 }
 

@@ -243,7 +243,7 @@ OBJECTS = {
         "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
         "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
-    "echoed_items": {"request": ((f"{OPENAI}.protocol:ResponsesRequest",),)},
+    **dict.fromkeys(("echoed_items", "tool_namespaces"), {"request": ((f"{OPENAI}.protocol:ResponsesRequest",),)}),
     "prompts_aside": {"chat": ((CHAT,),)},
     "sample_seeds": {
         "tokenized_obj": ((f"{SRT}.managers.io_struct:TokenizedGenerateReqInput",),),
@@ -417,7 +417,7 @@ OURS = {
         "places[0]",
         "verdict",
     },
-    "argument_defaults": {"c", "found.hf_config", "engine.steering.outcome('reproducible')"},
+    "argument_defaults": {"c", "engine.profile", "found.hf_config", "engine.steering.outcome('reproducible')"},
     "bf16_linear_dealt": {"communicator", "communicator.product_tags", "group"},
     "prompt_passes": {"communicator"},
     "compressor": {"layout"},

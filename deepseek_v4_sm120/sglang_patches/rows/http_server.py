@@ -335,6 +335,22 @@ ECHOED_ITEMS = Patch(
     retire="with SGLang 0.5.17",
 )
 
+TOOL_NAMESPACES = Patch(
+    name="tool_namespaces",
+    why="tools in a namespace, as Codex sends those of each MCP server over /v1/responses, are left out of the prompt "
+    "without a word, so that the model has none of them; SGLang hands them over for another model alone",
+    targets=(
+        targets_of_fix("tool_namespaces")(
+            f"{RESPONSES}.create_responses",
+            "create",
+            Parameters(("self", "request", "raw_request=None"), is_async=True),
+            SINCE_RECIPE,
+        ),
+    ),
+    absent="up to 0.5.13 namespaces are refused, up to 0.5.22 SGLang has no way to hand them over",
+    retire="when SGLang hands them over whatever the model",
+)
+
 RESPONSE_ERRORS = Patch(
     name="response_errors",
     why="what the scheduler ends with 503 or 500, a full queue for one, is answered over /v1/responses by 400 where it "
