@@ -112,9 +112,8 @@ def sitecustomize_files(path: list[str], ran: ModuleType | None) -> list[Path]:
     here = patching.working_directory()  # None where it was removed
     first = [Path(ran.__file__)] if ran is not None and getattr(ran, "__file__", None) else []
     files = first + [Path(folder, "sitecustomize.py") for folder in path if folder and folder != here]
-    return list(
-        dict.fromkeys(file.resolve() for file in files if os.path.isfile(file))
-    )  # False where this user may not look
+    there = [file for file in files if os.path.isfile(file)]  # False where this user may not look
+    return list(dict.fromkeys(file.resolve() for file in there))
 
 
 def _size(folder: Path) -> int | None:

@@ -43,9 +43,14 @@ def refusing(original: Callable, operator: str, expected: Expected, load_format:
 
 def refusing_custom(original: Callable, operator: str, expected: Expected) -> Callable:
     """For dynamic_import(func_path), which finds a --custom-weight-loader."""
+    return finding(original, lambda found, func_path: refusing(found, operator, expected, func_path))
+
+
+def finding(original: Callable, replace: Callable[[Callable, str], Callable]) -> Callable:
+    """For dynamic_import(func_path): `replace`, of the --custom-weight-loader that it finds and that one's name."""
 
     @functools.wraps(original)
     def dynamic_import(func_path):
-        return refusing(original(func_path), operator, expected, func_path)
+        return replace(original(func_path), func_path)
 
     return dynamic_import

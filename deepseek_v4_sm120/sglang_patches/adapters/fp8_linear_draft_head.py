@@ -25,7 +25,7 @@ from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.ops import fp8_linear_weights
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear
+from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear, direct_updates
 from deepseek_v4_sm120.sglang_patches.adapters.fp8_linear import as_rows
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.specs import bounds
@@ -144,12 +144,7 @@ def replace_loading(original: Callable) -> Callable:
 
 def replace_loading_custom(original: Callable) -> Callable:
     """For dynamic_import, where a --custom-weight-loader is looked up: it writes as `replace_loading`'s do."""
-
-    @functools.wraps(original)
-    def dynamic_import(func_path):
-        return replace_loading(original(func_path))
-
-    return dynamic_import
+    return direct_updates.finding(original, lambda found, _: replace_loading(found))
 
 
 def _beside(serve: Callable, original: Callable, weight_of: Callable) -> Callable:

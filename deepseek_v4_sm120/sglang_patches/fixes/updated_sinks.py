@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from deepseek_v4_sm120.sglang_patches.adapters import direct_updates
 from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 
@@ -35,12 +36,7 @@ def replace_loading(original: Callable) -> Callable:
 
 def replace_loading_custom(original: Callable) -> Callable:
     """For dynamic_import, where a --custom-weight-loader is looked up: it writes as `replace_loading`'s do."""
-
-    @functools.wraps(original)
-    def dynamic_import(func_path):
-        return replace_loading(original(func_path))
-
-    return dynamic_import
+    return direct_updates.finding(original, lambda found, _: replace_loading(found))
 
 
 def refresh(model) -> None:
