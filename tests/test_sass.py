@@ -84,3 +84,9 @@ def test_what_is_loaded_is_no_pointer():
 def test_bulk_copies():
     found = analysed("LDCU.64 UR6, c[0x0][0x388]", "UBLKCP.S.G [UR8], [UR6], UR10", "ACQBULK", "EXIT")
     assert [(a.pointers, a.ahead) for a in found.reads] == [({WEIGHT}, True)]
+
+
+def test_a_jump_that_goes_nowhere_known_is_a_fault():
+    """What is behind it would not be looked at."""
+    with pytest.raises(AssertionError, match="who knows where this goes: .*BRX"):
+        analysed(*LOAD_POINTERS, "BRX R4 -0x10", X_LOAD, "EXIT")
