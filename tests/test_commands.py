@@ -331,7 +331,8 @@ def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, t
             stderr=subprocess.STDOUT,
             env=env,
             cwd=tmp_path,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
+            # whoever runs the tests under nohup has the second ignored
+            preexec_fn=lambda: (signal.signal(signal.SIGINT, sigint), signal.signal(signal.SIGHUP, signal.SIG_DFL)),
         )
     limit = time.monotonic() + 60
     while "stops the server" not in (tmp_path / "log").read_text() and time.monotonic() < limit:
