@@ -112,7 +112,7 @@ def here(sglang: str | None, proc: Path = PROC) -> Identity:
     return Identity(_device(proc), _driver(proc), sglang, deepseek_v4_sm120.__version__)
 
 
-def build() -> dict:
+def build_info() -> dict:
     """What the build that lies beside us says of itself, {} in a checkout: git_commit, and `code`, a digest of what
     calibrate times."""
     path = Path(deepseek_v4_sm120.__file__).with_name("build_info.json")
@@ -132,7 +132,7 @@ def _cards(found: dict) -> int | None:
 def _outdated(found: dict) -> str | None:
     """Why the verdicts may be of other code than what runs here, as the end of a sentence; None where that is the same
     or not known here."""
-    made, ours = found.get("build"), build()
+    made, ours = found.get("build"), build_info()
     made = made if isinstance(made, dict) else {}
     if ours.get("code") in (None, made.get("code")):
         return None

@@ -114,7 +114,7 @@ BUILT = {"git_commit": "abc", "code": "1"}
 def test_a_profile_of_another_build_of_this_release_holds_and_is_told(tmp_path, proc, monkeypatch, made, is_outdated):
     """As after `git pull` and a build: what was wrong may be so still, and what was slow is another kernel now. An
     operator that is gone since is no damage."""
-    monkeypatch.setattr(profile, "build", lambda: BUILT)
+    monkeypatch.setattr(profile, "build_info", lambda: BUILT)
     found = profile.consult(write(tmp_path, GOOD | {"build": made}), "0.5.17")
     assert found.against("wo_a").endswith("ours: relative error 0.2") and found.problem is None
     assert bool(found.outdated) is is_outdated and not found.warnings
@@ -123,7 +123,7 @@ def test_a_profile_of_another_build_of_this_release_holds_and_is_told(tmp_path, 
     gone = GOOD | {"build": made, "operators": GOOD["operators"] | {"of_earlier": {"winner": "stock"}}}
     found = profile.consult(write(tmp_path, gone), "0.5.17")
     assert bool(found.problem) is not is_outdated and bool(found.against("wo_a")) is is_outdated
-    monkeypatch.setattr(profile, "build", dict)  # a checkout
+    monkeypatch.setattr(profile, "build_info", dict)  # a checkout
     assert profile.consult(write(tmp_path, GOOD | {"build": made}), "0.5.17").outdated is None
 
 
@@ -131,7 +131,7 @@ def test_a_profile_of_another_build_of_this_release_holds_and_is_told(tmp_path, 
 def test_what_a_build_says_of_itself_may_be_damaged(tmp_path, monkeypatch, text):
     (tmp_path / "build_info.json").write_text(text)
     monkeypatch.setattr(deepseek_v4_sm120, "__file__", str(tmp_path / "__init__.py"))
-    assert profile.build() == (BUILT if "code" in text else {})
+    assert profile.build_info() == (BUILT if "code" in text else {})
 
 
 def test_a_profile_of_another_build_is_in_the_log_in_status_and_in_doctor(python, tree, tmp_path):
@@ -140,7 +140,7 @@ def test_a_profile_of_another_build_is_in_the_log_in_status_and_in_doctor(python
     code = """
         import json
         from deepseek_v4_sm120.patching import profile
-        profile.build = lambda: {"git_commit": "abc", "code": "1"}
+        profile.build_info = lambda: {"git_commit": "abc", "code": "1"}
         import sglang.srt.managers.scheduler
         from deepseek_v4_sm120 import __main__ as main
         from deepseek_v4_sm120.commands.doctor import facts, software_checks

@@ -17,8 +17,8 @@ from deepseek_v4_sm120.commands.doctor import nvidia_smi, pci
 from deepseek_v4_sm120.patching import lifetime
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
-# variable -> where the cache is without it, relative to the home folder; and the libraries that fill it
 IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"  # in every container there
+# variable -> where the cache is without it, relative to the home folder; and the libraries that fill it
 WORKSPACE = "FLASHINFER_WORKSPACE_BASE"
 CACHES = {
     "TVM_FFI_CACHE_DIR": ".cache/tvm-ffi",
