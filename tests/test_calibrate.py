@@ -56,7 +56,7 @@ def test_the_profile_is_what_the_patch_table_reads(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(profile, "here", lambda sglang: profile.identity_of(found))
     told = extension.describe()
     for built, is_outdated in ((told, False), (told | {"code": "of a later build"}, True)):
-        monkeypatch.setattr(profile, "build", lambda built=built: built)
+        monkeypatch.setattr(profile, "build_info", lambda built=built: built)
         read = profile.consult(str(path), None)
         assert "ours: C4: relative error 0.3000" in read.against("sparse_decode")
         assert bool(read.outdated) is is_outdated and told["code"]

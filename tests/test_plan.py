@@ -158,7 +158,7 @@ def test_a_profile_that_a_server_would_not_use_is_not_planned_with(tmp_path, cha
 
 
 def test_a_profile_of_other_cards_or_of_another_build_is_used_and_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "build", lambda: {"code": "1"})
+    monkeypatch.setattr(profile, "build_info", lambda: {"code": "1"})
     for tp, code, words in (
         (2, "1", []),
         (4, "1", ["of 4 cards, this server has 2"]),
