@@ -26,7 +26,7 @@ class Cell:
     streams        requests in flight at once
     requests       requests in all
     long_tokens    intrusion: length of the prompt that arrives late
-    delay_s        intrusion: when it arrives
+    delay_s        intrusion: when it arrives, after every stream has its first token
     """
 
     name: str

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import importlib
 import importlib.metadata
@@ -109,20 +110,47 @@ def find_module():
     raise SystemExit(f"load_generator: {sys.executable} has none of {', '.join(MODULES)}: use SGLang's own Python")
 
 
-class Recorder:
-    """Wraps a request function of bench_serving: starts late ones late, keeps every output whole and in order."""
+_sent = contextvars.ContextVar("position of the request that a task sends")
 
-    def __init__(self, request_func):
+
+class Recorder:
+    """Wraps a request function of bench_serving: keeps every output whole and in order, and starts a late request its
+    delay after all others have their first token or have ended. early: the others' positions, at least one."""
+
+    def __init__(self, request_func, early: set[int]):
         self.request_func, self.outputs = request_func, []
+        self.silent, self.all_decode = early, asyncio.Event()
 
     async def __call__(self, request_func_input, pbar=None):
         position = len(self.outputs)
         self.outputs.append(None)
+        _sent.set(position)
         if request_func_input.timestamp:
+            await self.all_decode.wait()
             await asyncio.sleep(request_func_input.timestamp)
-        found = await self.request_func(request_func_input=request_func_input, pbar=pbar)
+        try:
+            found = await self.request_func(request_func_input=request_func_input, pbar=pbar)
+        finally:
+            self.heard(position)
         self.outputs[position] = {name: getattr(found, name) for name in KEPT if hasattr(found, name)}
         return found
+
+    def heard(self, position: int) -> None:
+        self.silent.discard(position)
+        if not self.silent:
+            self.all_decode.set()
+
+    def watching(self, outputs: type) -> type:
+        """bench_serving's class of outputs, one of which tells us when it learns of its first token."""
+        recorder = self
+
+        class Watched(outputs):
+            def __setattr__(self, name, value):
+                super().__setattr__(name, value)
+                if name == "ttft" and value:
+                    recorder.heard(_sent.get())
+
+        return Watched
 
 
 def run_job(module, job: dict) -> dict:
@@ -139,8 +167,9 @@ def run_job(module, job: dict) -> dict:
         module.DatasetRow(row["prompt"], len(row["prompt"]), row["output_tokens"], timestamp=row["delay_s"] or None)
         for row in job["rows"]
     ]
-    original = module.ASYNC_REQUEST_FUNCS[backend]
-    recorder = module.ASYNC_REQUEST_FUNCS[backend] = Recorder(original)
+    original, outputs = module.ASYNC_REQUEST_FUNCS[backend], module.RequestFuncOutput
+    recorder = Recorder(original, {i for i, row in enumerate(job["rows"]) if not row["delay_s"]})
+    module.ASYNC_REQUEST_FUNCS[backend], module.RequestFuncOutput = recorder, recorder.watching(outputs)
     extra = {"stream_options": {"include_usage": True}} if PATHS[backend] == "/v1/completions" else {}
     failure = None
     try:
@@ -166,9 +195,9 @@ def run_job(module, job: dict) -> dict:
     except Exception:  # its closing look at the server fails when that is gone: what was timed is kept, and marked
         failure = traceback.format_exc(limit=3)
     finally:
-        module.ASYNC_REQUEST_FUNCS[backend] = original
-    outputs = [found or {"success": False, "error": "never answered"} for found in recorder.outputs]
-    return {"outputs": outputs, "failure": failure}
+        module.ASYNC_REQUEST_FUNCS[backend], module.RequestFuncOutput = original, outputs
+    found = [one or {"success": False, "error": "never answered"} for one in recorder.outputs]
+    return {"outputs": found, "failure": failure}
 
 
 def versions() -> dict[str, str]:

@@ -141,6 +141,8 @@ def figures(cell: Cell, outputs: Sequence[dict], fill: dict | None = None) -> tu
     if cell.kind == "intrusion":
         streams, late = streams[: cell.streams], streams[cell.streams]
         window = late["start_time"], late["start_time"] + late["ttft"]
+        if silent := sum(output["start_time"] + output["ttft"] > late["start_time"] for output in streams):
+            raise ValueError(f"{cell.name}: the long prompt came before {silent} of {len(streams)} streams had a token")
         felt, calm = split_gaps(streams, *window)
         if not felt:
             raise ValueError(

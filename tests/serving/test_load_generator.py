@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import os
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,7 +70,8 @@ def test_benchmark_takes_what_we_pass_and_asks_for_nothing_else(version):
 def test_every_release_measures_the_fake_server(version, generator, serve):
     server = serve(step_s=0.002, accept_length=2)
     rows = [Row([5000 + i, 2, 3], 8) for i in range(3)]
-    found = generator(version).run(server.url, "sglang", "fake/model", rows, 2, True, 30)
+    one = generator(version)
+    found = one.run(server.url, "sglang", "fake/model", rows, 2, True, 30)
     assert found["failure"] is None
     assert [output["success"] for output in found["outputs"]] == [True] * 3
     assert [output["output_len"] for output in found["outputs"]] == [8] * 3
@@ -79,6 +82,17 @@ def test_every_release_measures_the_fake_server(version, generator, serve):
         assert len(output["itl"]) == 7 and 0 < sum(output["itl"]) <= output["latency"] - 0.001
     if version >= "0.5.17":
         assert found["outputs"][0]["spec_accept_length"] == 2
+    late_behind_slow_prompts(one, "sglang", serve)
+
+
+def late_behind_slow_prompts(generator, backend, serve):
+    """Its delay is of the last first token, wherever a request function of the release learns of that."""
+    server = serve(step_s=0.02, prefill_s=0.1)
+    rows = [Row([6000 + i] * 4, 8) for i in range(2)] + [Row([9], 1, delay_s=0.05)]
+    outputs = generator.run(server.url, backend, "fake/model", rows, 3, True, 30)["outputs"]
+    firsts = [output["start_time"] + output["ttft"] for output in outputs[:2]]
+    assert min(firsts) - outputs[0]["start_time"] > 0.3 and outputs[2]["success"]
+    assert 0.05 <= outputs[2]["start_time"] - max(firsts) < 0.35
 
 
 def test_the_streams_are_limited_and_the_late_request_is_late(generator, serve):
@@ -92,6 +106,22 @@ def test_the_streams_are_limited_and_the_late_request_is_late(generator, serve):
     assert server.engine.max_active >= 4 and most_at_once(limited) == 2
 
 
+def test_the_late_request_waits_for_no_request_that_ended():
+    async def request_func(request_func_input, pbar):
+        if request_func_input is lost:
+            raise ConnectionError
+        return SimpleNamespace(success=True, ttft=0.1)
+
+    lost, late = SimpleNamespace(timestamp=None), SimpleNamespace(timestamp=0.01)
+
+    async def run():
+        recorder = load_generator.Recorder(request_func, {0})
+        return await asyncio.wait_for(asyncio.gather(recorder(lost), recorder(late), return_exceptions=True), 10)
+
+    error, found = asyncio.run(run())
+    assert isinstance(error, ConnectionError) and found.success
+
+
 def most_at_once(outputs):
     """By the client's clock: a server counts a request until it has seen the end of its answer out."""
     begins = [output["start_time"] for output in outputs]
@@ -101,8 +131,10 @@ def most_at_once(outputs):
 
 def test_the_openai_backend_of_another_engine(generator, serve):
     rows = [Row([7000, 7001], 6)]
-    outputs = generator().run(serve().url, "vllm", "fake/model", rows, 1, True, 30)["outputs"]
+    one = generator()
+    outputs = one.run(serve().url, "vllm", "fake/model", rows, 1, True, 30)["outputs"]
     assert outputs[0]["success"] and outputs[0]["output_len"] == 6 and len(outputs[0]["itl"]) == 5
+    late_behind_slow_prompts(one, "vllm", serve)
 
 
 def test_a_server_that_dies_leaves_what_was_measured(generator, serve):

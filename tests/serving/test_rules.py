@@ -261,6 +261,8 @@ def test_the_gaps_that_a_long_prompt_is_felt_in():
     assert values["itl_max_ms"] == pytest.approx(3000) and values["ttft_ms"] == pytest.approx(2100)
     with pytest.raises(ValueError, match="no stream was still decoding"):
         measures.figures(cell, [stream, output(start=9.0, ttft=1.0, gaps=())])
+    with pytest.raises(ValueError, match="the long prompt came before 1 of 1 streams had a token"):
+        measures.figures(cell, [stream, output(start=0.9, ttft=1.0, gaps=())])
 
 
 @pytest.mark.parametrize(
