@@ -80,8 +80,8 @@ SHARED = {
 CLIENT_FOLDERS = ("bench/serving", "bench/quality")
 # of the package, what the client shares with it: these need the standard library only, too
 CLIENT_SHARES = (
-    *("deepseek_v4_sm120.commands.disclosure", "deepseek_v4_sm120.patching.json_file"),
-    "deepseek_v4_sm120.patching.lifetime",
+    *("deepseek_v4_sm120.commands.disclosure", "deepseek_v4_sm120.commands.ending"),
+    *("deepseek_v4_sm120.patching.json_file", "deepseek_v4_sm120.patching.lifetime"),
 )
 # of bench/quality, what is no gate
 NO_GATE = {

@@ -37,6 +37,7 @@ from bench.serving.generator_process import Generator, GeneratorFailed  # noqa: 
 from bench.serving.load_generator import PATHS  # noqa: E402
 from bench.serving.session import FORMAT, Session, Settings, Side  # noqa: E402
 from deepseek_v4_sm120.commands.disclosure import printable, redacted, shown  # noqa: E402
+from deepseek_v4_sm120.commands.ending import as_interrupts  # noqa: E402
 from deepseek_v4_sm120.patching.json_file import JsonFileError, load  # noqa: E402
 
 API_KEY = "SGLANG_API_KEY"
@@ -307,7 +308,8 @@ def main(arguments: list[str] | None = None) -> int:
             check(options)
             check_out(options.out)
             keep_earlier(options.out)
-            folder, result = options.out, compare(options)
+            with as_interrupts():
+                folder, result = options.out, compare(options)
         write_reports(result, folder)
     except KeyboardInterrupt:
         print("compare: interrupted; what was measured until then, if anything, is in result.json", file=sys.stderr)

@@ -56,7 +56,8 @@ def spreads(entry: dict) -> dict[str, dict[str, Spread]]:
 
 
 def problems_of(entry: dict) -> list[str]:
-    return [
+    unreached = [f"{letter}: not begun" for letter, runs in entry["runs"].items() if not runs]
+    return unreached + [
         f"{letter}, round {run['round'] + 1}: {problem}"
         for letter, runs in entry["runs"].items()
         for run in runs

@@ -24,6 +24,7 @@ FORMAT = "serving-comparison 1"
 OWN_VARIABLE = "DSV4_SM120_REPORT"  # set by this program on both sides
 FLUSH_TRIES = 20
 KEY_STATUSES = (401, 403)
+UNENDED = "it was cut off: this was written while it ran, and nothing came after it"
 
 
 class SessionEnded(Exception):
@@ -166,6 +167,7 @@ class Session:
 
     def run(self) -> dict:
         """The result; `incomplete` says why it is not whole."""
+        self._save_unended()
         try:
             if self.settings.both_at_once or all(side.command is None for side in self.sides):
                 self._alternate_cells()
@@ -321,7 +323,7 @@ class Session:
             run["problems"].append(str(error))
         side.clocks += watch.samples
         self._tell(side, cell, run)
-        self.save(self.result())
+        self._save_unended()
         if run["problems"]:
             self._check_alive(side, cell)
 
@@ -363,6 +365,11 @@ class Session:
             raise SessionEnded(f"{side.label} does not answer any more, last seen in the cell {cell.name}")
 
     # --- the result
+
+    def _save_unended(self) -> None:
+        """What there is, should nothing else come: what kills this process leaves it no time to say so."""
+        found = self.result()
+        self.save(found | {"incomplete": [*found["incomplete"], UNENDED]})
 
     def result(self) -> dict:
         """Everything known so far, JSON-able. A side's clocks are summarised over all its measured time."""

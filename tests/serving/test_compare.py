@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from bench.serving import cells, compare, measures, plots
+from bench.serving import cells, compare, measures, plots, session
 
 FAKE = Path(__file__).resolve().parent / "fake_server.py"
 DATA = Path(__file__).resolve().parents[2] / "bench/results"
@@ -42,8 +46,6 @@ def command(port: int, *arguments: str) -> str:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
@@ -316,6 +318,51 @@ def test_an_interrupted_session_begins_nothing_more(run, monkeypatch, where, cap
         return
     assert [variant["incomplete"] for variant in result["variants"]] == [["interrupted"]]
     assert "interrupted: 'with speculation: --accept-length 3' was not begun" in text
+
+
+def test_what_ends_compare_ends_its_servers(run, monkeypatch):
+    def ended(*_arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("bench.serving.generator_process.Generator.run", ended)
+    ports = free_port(), free_port()
+    sides = ["--a-cmd", command(ports[0]), "--b-cmd", command(ports[1]), "--both-at-once"]
+    code, result, text, _ = run(*sides, "--change", "nothing", "--only", "single")
+    assert code == compare.INCOMPLETE and "- interrupted" in text
+    assert result["variants"][0]["incomplete"] == ["interrupted"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    for port in ports:
+        with pytest.raises(ConnectionError), socket.create_connection(("127.0.0.1", port)):
+            pass
+
+
+def test_a_result_says_that_it_was_cut_off_until_it_ends(run, serve, monkeypatch, tmp_path, capsys):
+    write = compare.write
+    copies = tmp_path / "copies"
+    copies.mkdir()
+
+    def kept(result, folder):
+        write(result, folder)
+        (copies / f"{len(list(copies.iterdir()))}.json").write_text((folder / "result.json").read_text())
+
+    monkeypatch.setattr(compare, "write", kept)
+    code, result, *_ = run(*urls(serve(), serve()), "--change", "nothing", "--only", "single,prefill")
+    assert code == compare.COMPARED and result["variants"][0]["incomplete"] == []
+    *cut, whole = [copies / f"{i}.json" for i in range(len(list(copies.iterdir())))]
+    assert len(cut) == 5  # at the start, and behind both sides' cells
+    assert compare.main(["--from", str(whole)]) == compare.COMPARED
+    told = []
+    for path in cut:
+        capsys.readouterr()
+        assert compare.main(["--from", str(path)]) == compare.INCOMPLETE
+        told.append(capsys.readouterr().out)
+    assert all("INCOMPLETE, see below" in text and session.UNENDED in text for text in told)
+    assert "| prefill 256 | NOT MEASURED |  |  |  | A: not begun |" in told[1]
+    assert "| prefill 256 | PARTLY MEASURED |  |  |  | B: not begun |" in told[3]
+    assert ": not begun" not in told[0]
+    assert ": not begun" not in told[4]
 
 
 def test_answers_that_end_early_are_told(run, serve):

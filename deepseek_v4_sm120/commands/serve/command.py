@@ -21,6 +21,7 @@ from deepseek_v4_sm120.commands.console import CommandError, encodable, temporar
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.http_get import get
+from deepseek_v4_sm120.commands.ending import as_interrupts
 from deepseek_v4_sm120.commands.plan import choices, launch
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan.request import Plan
@@ -31,8 +32,6 @@ READY_TIMEOUT_S = 3600
 STOP_TIMEOUT_S = 30
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
-# Ctrl-C comes as KeyboardInterrupt anyway; the terminal that is closed. Under nohup that one is ignored, and stays so
-ENDS = (signal.SIGTERM, signal.SIGHUP)
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
 POLL_S = 0.5
 # words of SGLang's log -> the stage that begins there
@@ -180,7 +179,7 @@ def _say(text: str) -> None:
 
 
 def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
-    """Run the server until it ends or one of ENDS comes; returns its exit status, 0 after a clean stop."""
+    """Run the server until it ends or a signal of ending.ENDS comes; returns its exit status, 0 after a clean stop."""
     try:
         child = subprocess.Popen(
             words,
@@ -194,32 +193,26 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
     except OSError as error:
         raise CommandError(f"{words[0]} does not start: {error.strerror}") from error
     log = _Log(child)
-    restore = {one: signal.signal(one, _interrupt) for one in ENDS if signal.getsignal(one) != signal.SIG_IGN}
-    try:
-        is_up = _wait_until_healthy(child, log, url)
-        if is_up:
-            _show_status(environ, url)
-        code = child.wait()
-        log.join(LAST_WORDS_S)
-        _say(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}")
-        return 1 if code else 0
-    except KeyboardInterrupt:
-        log.pass_on("[serve] stopping")  # to a terminal that may be gone
-        if not stop(child):
-            log.pass_on(f"[serve] still there after {STOP_TIMEOUT_S} s: killed")
-        log.join(LAST_WORDS_S)
-        return 0
-    finally:
-        for one, handler in restore.items():
-            signal.signal(one, handler)
-        if child.poll() is None:
-            stop(child)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # workers that outlived a server that died
-
-
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt
+    with as_interrupts():
+        try:
+            is_up = _wait_until_healthy(child, log, url)
+            if is_up:
+                _show_status(environ, url)
+            code = child.wait()
+            log.join(LAST_WORDS_S)
+            _say(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}")
+            return 1 if code else 0
+        except KeyboardInterrupt:
+            log.pass_on("[serve] stopping")  # to a terminal that may be gone
+            if not stop(child):
+                log.pass_on(f"[serve] still there after {STOP_TIMEOUT_S} s: killed")
+            log.join(LAST_WORDS_S)
+            return 0
+        finally:
+            if child.poll() is None:
+                stop(child)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # workers that outlived a server that died
 
 
 def stop(child: subprocess.Popen) -> bool:
