@@ -70,13 +70,10 @@ STEP = {
     "launching a step's graph, us of the host": "graph's launch, us of the host",
 }
 SECTIONS = {
-    "serving_h200": Section(
-        "Serving", "Two servers behind HTTP in turn: stock, and the same with this folder mounted.", {}
-    ),
+    "serving_h200": Section("Serving", "Two servers behind HTTP in turn: stock, and with this folder mounted.", {}),
+    "serving_two_cards_h200": Section("Serving over two cards", "The same; of random drafts none is accepted.", {}),
     "e2e_whole_step_sglang": Section("The decode step and a long prompt", "", STEP, (), True, "flash43"),
-    "e2e_chain2_sglang": Section(
-        "The decode step over two cards", "Each with the sums that it has there, over NVLink.", STEP, (), True
-    ),
+    "e2e_chain2_sglang": Section("The decode step over two cards", "Each with its sums, by NVLink.", STEP, (), True),
     "e2e_chain4_sglang": Section(
         "The decode step over four cards, all 256 experts",
         "Each with the sums that it has there, over NVLink.",
@@ -518,6 +515,9 @@ def serving(found: dict) -> Iterator[str]:
     for variant in found["variants"]:
         labels = (f"{letter}: {side['label']}" for letter, side in variant["sides"].items())
         header = ("cell", "metric", *labels, "B / A", "verdict")
+        if len(found["variants"]) > 1:
+            yield f"{variant['name']}:"
+        yield from (f"INCOMPLETE: {reason}" for reason in variant["incomplete"])
         yield report.markdown_table(header, report.table_rows(variant))
 
 

@@ -55,7 +55,7 @@ SPECULATION_OF_USERS = SPECULATION | {"speculative_num_steps": 3, "speculative_n
 NOTES = (
     "cut-down model with random weights: times and equality mean something, quality does not",
     "an H200 in validation mode, not an SM120 card: no figure here is an SM120 figure",
-    "both servers share the GPU; while one is measured the other is idle",
+    "both servers have the same GPUs; while one is measured the other is idle",
 )
 
 
