@@ -1,6 +1,7 @@
 """The stages `chain43`, `chain2_43` (two cards) and `chain4_43` (four, all experts) of run_stage.py: a step of one to
-64 streams, and of stock's in the same run; over four cards prompts, too, by NVLink and through host memory. And
-`speculation4_43`: a step of EAGLE's over four cards beside plain decode of as many rows."""
+64 streams, and of stock's in the same run; over four cards prompts, too, by NVLink and through host memory. And of
+EAGLE's with all experts: `speculation4_43`, a step over four cards beside plain decode of as many rows, and
+`speculation2_43`, over two cards beside stock's."""
 
 import halves_stage
 import prompt_times
@@ -16,7 +17,9 @@ GRAPHS4, HOST_GRAPHS4 = "graphs43_chain_tp4", "host_graphs43_chain_tp4"
 HOST_HALVES4 = "host_halves43_chain_tp4"  # its chunks in halves
 BY_HOST = (HOST4, HOST_GRAPHS4, HOST_HALVES4)
 ROWS4, EAGLE4 = "rows43_chain_tp4", "eagle43_chain_tp4"
+STOCK_EAGLE2, EAGLE2 = "stock43_eagle_chain_tp2", "eagle43_chain_tp2"
 DRAFTED = {"1": "4", "8": "32"}  # streams of EAGLE 3/1/4: rows that it verifies, of plain decode
+DRAFTED2 = (*DRAFTED, "32")  # the last verifies 128 rows; with 64 of 256 experts one would have four times its rows
 STREAMS, STOCKS_STREAMS = ("1", "8", "32", "64"), ("1", "8")
 IMPLEMENTATIONS = {
     **{STOCK: "SGLang stock (Hopper kernels), beside ours", OURS: "ours, every operator on, beside stock"},
@@ -31,8 +34,11 @@ IMPLEMENTATIONS = {
     HOST_HALVES4: "ours, every operator on, four cards, NCCL through host memory, prefill graphs in halves",
     ROWS4: "ours, every operator on, four cards, plain decode of as many rows",
     EAGLE4: "ours, every operator on, four cards, EAGLE 3/1/4, drafts with the head in E4M3",
+    STOCK_EAGLE2: "SGLang stock (Hopper kernels, its own sums), two cards, EAGLE 3/1/4",
+    EAGLE2: "ours, every operator on, two cards, EAGLE 3/1/4",
 }
-ISSUES = dict.fromkeys(IMPLEMENTATIONS, ISSUE) | dict.fromkeys((ROWS4, EAGLE4), SPECULATION_ISSUE)
+OF_SPECULATION = (ROWS4, EAGLE4, STOCK_EAGLE2, EAGLE2)
+ISSUES = dict.fromkeys(IMPLEMENTATIONS, ISSUE) | dict.fromkeys(OF_SPECULATION, SPECULATION_ISSUE)
 MOST_BEYOND_MS = 0.5  # a step of EAGLE's beyond plain decode
 # A step by the difference of two runs, and within one: the former has what two prefills differ by, at four cards and 32
 # streams 300 ms of 64 steps
@@ -61,6 +67,7 @@ def stages(make, timed, sums, ours, no_peers, graphs, drafts):
     four = sums(4, *timed, "prompts", *of_four)
     host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
     alone = sums(4, *timed, "--variant", "flash43", "--mem", "0.97")
+    drafted2 = sums(2, *timed, "profile", "--variant", "flash43", "--mem", "0.97", "--bs", *DRAFTED2)
     deep = ["--bs", "1", "--reps", "1", "--in-len", str(DEEP_TOKENS), "--context", str(DEEP_TOKENS + 4096)]
     speculating, drafts_environment = drafts
     return {
@@ -84,6 +91,10 @@ def stages(make, timed, sums, ours, no_peers, graphs, drafts):
         "speculation4_43": [
             make(ROWS4, [*alone, "--bs", *DRAFTED.values()], environment=ours),
             make(EAGLE4, [*alone, *speculating, "--bs", *DRAFTED], environment=ours | drafts_environment),
+        ],
+        "speculation2_43": [
+            make(EAGLE2, [*drafted2, *speculating], environment=ours),
+            make(STOCK_EAGLE2, [*drafted2, *speculating], patched=False),
         ],
     }
 

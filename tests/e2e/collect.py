@@ -45,7 +45,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_index_seams": ("index_seams",),
     "e2e_dealt_index": ("index2", "index2_43"),
     "e2e_whole_step": ("whole43", "without43", "chain43"),
-    "e2e_chain2": ("chain2_43",),
+    "e2e_chain2": ("chain2_43", "speculation2_43"),
     "e2e_chain4": ("chain4_43", "speculation4_43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
@@ -241,7 +241,7 @@ def timing_rows(name, batches, prefill_bars=None):
     issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(SPECULATION_RUNS) else ISSUE
     issue = SUMS_ISSUE if "43_sums" in name else chain_stage.ISSUES.get(name, issue)
     issue = products_stage.ISSUE if name in products_stage.TIMED else issue
-    variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
+    variant = "flash43" if name.endswith(("_tp4", "_chain_tp2")) or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
         experts = next((f", {count} experts" for part, count in FEWER_EXPERTS.items() if part in name), "")

@@ -160,6 +160,16 @@ def test_a_step_of_eagles_is_held_against_plain_decode_of_as_many_rows(machine):
     assert [row["met"] for row in rows_of(path) if row["bar"] == chain_stage.MOST_BEYOND_MS] == [False, False]
 
 
+def test_eagles_streams_over_two_cards_are_beside_stocks(machine):  # noqa: F811
+    machine("speculation2_43")
+    path = machine.out / "stage_speculation2_43.json"
+    cases = json.loads(path.read_text())["cases"]
+    assert [list(case["rows"]) for case in cases.values()] == [["1", "8", "32"]] * 2
+    steps = [row for row in rows_of(path) if row["metric"] == chain_stage.WORST and row["case"].startswith("flash43,")]
+    assert [row["impl"].split(",")[0] for row in steps] == ["ours"] * 3 + ["SGLang stock (Hopper kernels"] * 3
+    assert {(row["issue"], row["bar"]) for row in steps} == {(21, None)}
+
+
 def test_what_four_cards_did_not_reach_is_missed():
     collect = script("collect")
     failed = {"exit": 1, "patched": True, "reports": [], "command": "engine_case.py"}
