@@ -437,6 +437,7 @@ OURS = {
     **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
+    "nccl_start": {"teller"},
     "penalties": {"changes", "kind", "told"},
     "prompt_logprobs": {"of_pass"},
     "stop_sequences": {"listening"},
