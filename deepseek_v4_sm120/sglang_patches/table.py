@@ -26,7 +26,7 @@ from deepseek_v4_sm120.sglang_patches.names import (
     targets_of,
     targets_of_fix,
 )
-from deepseek_v4_sm120.sglang_patches.rows.attention import UPDATED_SINKS
+from deepseek_v4_sm120.sglang_patches.rows.attention import LOADED_PREFIXES, UPDATED_SINKS
 from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
@@ -571,7 +571,7 @@ TABLE = Table(
         *(WHOLE_CHARACTERS, THOUGHT_COUNTS, UNKNOWN_TOKENS, MAX_OUTPUT_TOKENS, PROMPT_LOGPROBS, SEEDED_DRAWS),
         *(PROMPTS_ASIDE, FATAL_REQUESTS, EMPTY_STOPS, ECHOED_ITEMS, RESPONSE_ERRORS, TOKEN_LOGPROBS, TOOL_NAMESPACES),
         *(SAMPLED_STATES, STRICT_SCHEMAS, SAMPLE_SEEDS, SHARED_BEGINNINGS, STRIPPED_THOUGHTS),
-        *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS),
+        *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -70,9 +70,9 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
-        found |= {
-            "updated_sinks": f"{MODEL_RUNNER}_components.weight_updater" if since(version, "0.5.16") else MODEL_RUNNER
-        }
+        updater = f"{MODEL_RUNNER}_components.weight_updater"
+        found["updated_sinks"] = updater if since(version, "0.5.16") else MODEL_RUNNER
+        found["loaded_prefixes"] = PREFILL_RUNNER
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
     if since(version, "0.5.16"):
