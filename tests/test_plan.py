@@ -389,6 +389,7 @@ def test_a_real_configuration_gives_the_built_in_shape():
     ("change", "words"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "is not a DeepSeek-V4 model"),
+        ({"model_type": "deepseek_v3"}, "nothing of it would be ours: model_type deepseek_v3 is not deepseek_v4"),
         ({"hidden_size": None}, "must be positive whole numbers"),
         ({"compress_ratios": [0] * 43 + [7]}, None),
         ({"compress_ratios": [7] * 44}, "are not those of DeepSeek-V4"),

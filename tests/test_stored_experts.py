@@ -31,7 +31,7 @@ NVFP4 = {**FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "gro
         ("U8", ("scale",), "fp4"),
         ("F8_E4M3", ("scale",), "fp8"),
         ("U8", ("weight_scale", "weight_scale_2", "input_scale"), "nvfp4"),
-        ("BF16", (), None),
+        ("BF16", (), "bf16"),
     ],
 )
 def test_weights_tell_it_whatever_the_configuration_says(tmp_path, dtype, more, found):
@@ -65,6 +65,13 @@ def test_what_a_configuration_alone_tells(config, found):
     served = {verdict.operator: verdict for verdict in models_served.verdicts(config, 2)}["mxfp4_moe"]
     assert served.served is (found in ("fp4", None))
     assert served.served or f"expert_format {found}, made for fp4" in served.why
+
+
+def test_experts_of_no_known_type_are_not_planned_as_the_configurations(tmp_path):
+    """A bf16 conversion's configuration says "fp4" still: its experts have four times the bytes."""
+    place = stored_folder(tmp_path, "BF16")
+    with pytest.raises(CommandError, match="experts in 'bf16' are not fp4 or fp8"):
+        models.find(str(place), None)
 
 
 def test_a_folder_of_nvfp4_is_told_and_not_planned(tmp_path):

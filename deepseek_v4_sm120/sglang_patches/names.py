@@ -20,6 +20,7 @@ EVERY, DSPARK_SINCE = ">=0.5.12,<0.6", ">=0.5.16,<0.6"
 EXTENSION = "deepseek_v4_sm120.ops.shared.extension:load"
 LOADER = "sglang.srt.model_loader.loader"
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
+NCCL = "sglang.srt.distributed.device_communicators.pynccl"
 
 
 def targets_of(module: str, folder: str = "adapters") -> Callable[..., Target]:

@@ -36,8 +36,8 @@ def told(config: Mapping) -> str | None:
 
 
 def stored(folder: Path) -> str | None:
-    """The format of the weights in a folder, by a header; None where there are none, or none of routed experts.
-    JsonFileError for an index or a header that is none."""
+    """The format of the weights in a folder, by a header, or their type where it is no known one (bf16); None where
+    there are none, or none of routed experts. JsonFileError for an index or a header that is none."""
     index = folder / INDEX
     if not index.is_file():
         return None
@@ -55,7 +55,8 @@ def stored(folder: Path) -> str | None:
     if WEIGHT.match(name)[1] + SECOND_SCALE in files:
         return NVFP4
     tensor = _header(shard).get(name)
-    return DTYPES.get(tensor.get("dtype")) if isinstance(tensor, dict) else None
+    dtype = tensor.get("dtype") if isinstance(tensor, dict) else None
+    return DTYPES.get(dtype, dtype.lower()) if isinstance(dtype, str) else None
 
 
 def _header(shard: Path) -> dict:

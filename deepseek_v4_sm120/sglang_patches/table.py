@@ -20,11 +20,13 @@ from deepseek_v4_sm120.sglang_patches.names import (
     EXTENSION,
     INDEXER,
     MODEL,
+    NCCL,
     direct_updates,
     handed_over,
     targets_of,
+    targets_of_fix,
 )
-from deepseek_v4_sm120.sglang_patches.rows.attention import UPDATED_SINKS
+from deepseek_v4_sm120.sglang_patches.rows.attention import LOADED_PREFIXES, UPDATED_SINKS
 from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
@@ -267,6 +269,18 @@ ALL_REDUCE = Patch(
     ahead=("sglang.srt.managers.scheduler", "deepseek_v4_sm120.sglang_patches.all_reduce_ahead:start"),
     absent="0.5.12 asks for a class before there is a group",
     retire="when SGLang's own sums are as fast, and the same bits in every batch (bench/all_reduce.py)",
+)
+
+NCCL_START = Patch(
+    name="nccl_start",
+    why="a start waits for ever in NCCL's first sum, without a line, where the driver offers copies between cards that "
+    "move nothing",
+    targets=(
+        targets_of_fix("nccl_start")(
+            f"{NCCL}:PyNcclCommunicator.__init__", "init", Parameters(("self", "group", "device"), further="any")
+        ),
+    ),
+    retire="when SGLang says where a start waits",
 )
 
 UNPADDED_HEADS = Patch(
@@ -549,7 +563,7 @@ TABLE = Table(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_SAMPLING, REPRODUCIBLE_ARGUMENTS),
         *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, DEALT_PRODUCTS, ROUTER_TOPK, FP8_LINEAR, DRAFT_HEAD, WO_A),
-        *(MHC, DEALT_STREAMS, PROMPTS_IN_HALVES, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS),
+        *(MHC, DEALT_STREAMS, PROMPTS_IN_HALVES, COMPRESSOR, ALL_REDUCE, NCCL_START, DSPARK_LENGTHS),
         *(MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK),
         *(LONGEST_PROMPT, CACHED_BEGINNING, GRAMMARS, TOOL_STRINGS, DISCONNECTS, DEFAULT_THINKING),
         *(THOUGHT_HISTORY, DEVELOPER_MESSAGES, UNCHOSEN_TOOLS, EFFORT_LEVELS, JSON_ANSWERS, THINK_MARKS),
@@ -557,7 +571,7 @@ TABLE = Table(
         *(WHOLE_CHARACTERS, THOUGHT_COUNTS, UNKNOWN_TOKENS, MAX_OUTPUT_TOKENS, PROMPT_LOGPROBS, SEEDED_DRAWS),
         *(PROMPTS_ASIDE, FATAL_REQUESTS, EMPTY_STOPS, ECHOED_ITEMS, RESPONSE_ERRORS, TOKEN_LOGPROBS, TOOL_NAMESPACES),
         *(SAMPLED_STATES, STRICT_SCHEMAS, SAMPLE_SEEDS, SHARED_BEGINNINGS, STRIPPED_THOUGHTS),
-        *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS),
+        *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -344,6 +344,8 @@ class MoEGate:
         return hidden_states
 """
 COMMUNICATOR = "def dispatch_custom_allreduce(group, device):\n    return 'original communicator'\n"
+GRAPHS = "class PrefillCudaGraphRunner:\n    def execute(self, forward_batch, **kwargs):\n        pass\n"
+NCCL = "class PyNcclCommunicator:\n    def __init__(self, group, device):\n        pass\n"
 PARALLEL_STATE = """
 _WORLD = None
 
@@ -386,6 +388,8 @@ TREE_0_5_17 = {
     "sglang/srt/server_args.py": "from sglang.srt.utils.common import is_sm120_supported\n",
     "sglang/srt/distributed/parallel_state.py": PARALLEL_STATE,
     "sglang/srt/distributed/device_communicators/custom_all_reduce.py": COMMUNICATOR,
+    "sglang/srt/distributed/device_communicators/pynccl.py": NCCL,
+    "sglang/srt/model_executor/runner/prefill_cuda_graph_runner.py": GRAPHS,
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND,
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,

@@ -13,7 +13,7 @@ from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Eng
 from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
-from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY, MODEL_RUNNER
+from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY, MODEL_RUNNER, NCCL
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
@@ -47,7 +47,7 @@ SAMPLER = DRAW.partition(":")[0]
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 EVERYWHERE = {
-    "stripped_thoughts": REQUEST.partition(":")[0],
+    **{"stripped_thoughts": REQUEST.partition(":")[0], "nccl_start": NCCL},
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
     **{"min_p_tokens": SAMPLER, "longest_prompt": "sglang.srt.managers.tp_worker"},
@@ -70,9 +70,9 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
-        found |= {
-            "updated_sinks": f"{MODEL_RUNNER}_components.weight_updater" if since(version, "0.5.16") else MODEL_RUNNER
-        }
+        updater = f"{MODEL_RUNNER}_components.weight_updater"
+        found["updated_sinks"] = updater if since(version, "0.5.16") else MODEL_RUNNER
+        found["loaded_prefixes"] = PREFILL_RUNNER
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
     if since(version, "0.5.16"):

@@ -132,6 +132,8 @@ def from_config(text: str | Path, experts: str | None) -> Model:
     architectures = found.get("architectures")
     if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
         raise CommandError(f"{path} is not a DeepSeek-V4 model: architectures is {architectures}, not [{ARCHITECTURE}]")
+    if other := models_served.other_model(found["model_type"]):
+        raise CommandError(f"{path}: nothing of it would be ours: {other}")
     missing = [key for key in (*FIELDS.values(), "num_hidden_layers", "compress_ratios") if key not in found]
     if missing:
         raise CommandError(f"{path} lacks {', '.join(missing)}")

@@ -1,5 +1,6 @@
-"""The row of table.py that is of what the attention keeps beside its parameters."""
+"""The rows of table.py that are of what the attention reads: its sinks, and its caches."""
 
+from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import POST_LOAD, POST_LOAD_PARAMETERS, direct_updates, targets_of_fix
 
@@ -15,4 +16,20 @@ UPDATED_SINKS = Patch(
     ),
     retire="when SGLang writes every such copy again",
     absent="0.5.12 and 0.5.13 read the parameter",
+)
+
+LOADED_PREFIXES = Patch(
+    name="loaded_prefixes",
+    why="where prompts are in graphs, the indexer and the compressors of a layer do not wait for what a hierarchical "
+    "cache is still loading of it: they read what the pages held before, and nothing says so",
+    targets=(
+        targets_of_fix("loaded_prefixes")(
+            "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner.execute",
+            "execute",
+            Parameters(("self", "forward_batch", "**kwargs")),
+            ">=0.5.14,<0.6",
+        ),
+    ),
+    retire="when what reads a layer's pools in a graph waits for its load",
+    absent="0.5.12 and 0.5.13 have no such graphs of this model",
 )
