@@ -311,6 +311,9 @@ class DeepseekV4ForCausalLMDSpark:
 
     def _logits_from_x_post_hc(self, x_post_hc):
         return x_post_hc
+
+    def load_weights(self, weights):
+        pass
 """
 LOGITS_PROCESSOR = """
 class LogitsProcessor:

@@ -359,7 +359,7 @@ OBJECTS = {
         **dict.fromkeys(("key", "node.key"), ((f"{SRT}.mem_cache.radix_cache:RadixKey",),)),
     },
     "updated_sinks": {
-        "model": ((f"{MODEL}:DeepseekV4ForCausalLM",),),
+        "model": ((f"{MODEL}:DeepseekV4ForCausalLM",), (DSPARK_SINCE, DSPARK)),
         **dict.fromkeys(("module", "attention"), ((ATTENTION,),)),
     },
     "scheduling": {"running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},
