@@ -141,6 +141,11 @@ def add_note(patch_name: str, describe: Callable[[], str], found: Callable[[], d
     _notes[patch_name] = describe, found
 
 
+def forget_notes() -> None:
+    """What was noted of an earlier server of this process."""
+    _notes.clear()
+
+
 def start(engine) -> None:
     """Write the first report and see to it that the last state is written; nothing without DSV4_SM120_REPORT."""
     if engine.settings.report:

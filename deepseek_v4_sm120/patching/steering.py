@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from deepseek_v4_sm120.patching.spec import VALUE, Default
 from deepseek_v4_sm120.settings import NO, Settings
@@ -46,10 +46,10 @@ class Steering:
         self.unknown = sorted(set(settings.choices) - set(self.known))
         by_number = {row.name for row in rows if row.value is not None}
         self.numbered = [n for n in self.known if n not in by_number and settings.choices.get(n, "off").isdigit()]
-        self.outcomes = [self._decide(row, in_range, settings) for row in rows]
+        self._decided = [self._decide(row, in_range, settings) for row in rows]
+        self.outcomes = [replace(outcome) for outcome in self._decided]
         self.is_child = False
-        self._aside: list[tuple[Outcome, str, str]] = []  # what `set_aside` has changed, and what it was
-        self._ours: set[str] = set()  # variables that we set; all others that are set are the user's
+        self._ours: dict[str, str] = {}  # variables that we set; all others that are set are the user's
 
     def _decide(self, row: Default, in_range: Callable[[str], bool], settings: Settings) -> Outcome:
         asked = settings.choices.get(row.name)
@@ -93,18 +93,23 @@ class Steering:
         if self.is_child:
             environ.update(json.loads(environ[HANDOVER]))
 
+    def begin(self, environ: MutableMapping[str, str]) -> None:
+        """The host begins to resolve a server's arguments, whatever its model. What an earlier server was given, in
+        this process or in the one that started it, is taken back, but for what somebody has written over."""
+        given = {**self._ours, **json.loads(environ.pop(HANDOVER, "{}"))}
+        for name in [name for name, value in given.items() if environ.get(name) == value]:
+            del environ[name]
+        self.outcomes = [replace(outcome) for outcome in self._decided]
+        self.is_child = False
+
     def set_aside(self, reason: str) -> None:
-        """None of the defaults is changed, until `apply`: the host serves a model that they are not for."""
+        """None of the defaults is changed, until `begin`: the host serves a model that they are not for."""
         for outcome in [c for c in self.outcomes if c.state == ON]:
-            self._aside.append((outcome, outcome.state, outcome.reason))
             outcome.state, outcome.reason = NOT_APPLICABLE, reason
 
     def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Outcome]:
         """Put the values in place. `argument(name[, default])` reads a server argument, `set_argument(name, value)`
         writes it."""
-        for outcome, state, reason in self._aside:
-            outcome.state, outcome.reason = state, reason
-        self._aside.clear()
         if self.is_child:
             return self.outcomes
         handover: dict[str, str] = {}
@@ -132,8 +137,7 @@ class Steering:
             if name in environ and name not in self._ours:
                 kept.append(f"{name}={environ.get(name)}")
                 continue
-            environ[name] = handover[name] = value
-            self._ours.add(name)
+            environ[name] = handover[name] = self._ours[name] = value
             applied.append(f"{name}={value}")
         for name, value in row.arguments.items():
             wanted = outcome.value if value == VALUE else value

@@ -51,10 +51,7 @@ def takes_model() -> bool:
 def why_not_ask() -> str | None:
     """What keeps the ranks from asking each other at all: one that does not answer would be waited for."""
     if models_served.has_several_hosts():
-        return (
-            "the server has several hosts (--nnodes), and only those of one host are known to have this patch. All "
-            "need the same folder and settings: a host without them draws other tokens where requests have penalties"
-        )
+        return "the server has several hosts (--nnodes), and ours are between the cards of one"
     if models_served.has_ranks_that_come_and_go():
         return "ranks may end and come back while the others go on (--elastic-ep-backend)"
     return None

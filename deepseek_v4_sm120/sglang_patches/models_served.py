@@ -154,6 +154,14 @@ def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ, **
     environ[VARIABLE] = json.dumps(_announced)
 
 
+def forget(environ: MutableMapping[str, str] = os.environ) -> None:
+    """A process that begins to resolve a server's arguments: of what an earlier one was told, here or in the process
+    that started this one, nothing is this server's."""
+    global _announced
+    _announced = None
+    environ.pop(VARIABLE, None)
+
+
 def announce_served_card(environ: MutableMapping[str, str] = os.environ) -> None:
     """The parent, once it has found that the cards are ours: for processes that answer without one."""
     global _announced

@@ -345,8 +345,21 @@ SCHED_META = Patch(
 
 ARGUMENT_DEFAULTS = Patch(
     name="argument_defaults",
-    why="the place where SGLang resolves this model's arguments: defaults.py is applied there",
+    why="the places where SGLang resolves arguments, of any model: nothing holds of a server before; and of this one: "
+    "defaults.py is applied there",
     targets=(
+        targets_of("argument_defaults")(
+            "sglang.srt.server_args:ServerArgs._handle_model_specific_adjustments",
+            "adjustments_method",
+            Parameters(("self",)),
+            "<0.5.19",
+        ),
+        targets_of("argument_defaults")(
+            "sglang.srt.arg_groups.model_hook:handle_model_specific_adjustments",
+            "adjustments",
+            Parameters(("server_args",)),
+            ">=0.5.19,<0.6",
+        ),
         targets_of("argument_defaults")(
             "sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
             "apply_defaults",

@@ -59,7 +59,7 @@ SMALL_CANDIDATES = 16 * 640  # beyond so many, what is slow is not asked
 
 
 SWA_WIDTH = FLASH.window  # the sliding window: what every layer attends to
-SINK_SCALE = 4.0  # of some heads as much as thousands of candidates, so that another head's shows among them
+SINK_SCALE = 4.0  # of some heads as much as thousands of candidates; the first one's is as much as all that a row has
 MASKED = (-1, -(2**31), 2**31 - 1)  # a negative slot and one beyond every pool
 
 
@@ -141,10 +141,15 @@ def _rows(count: int, shape: Shape, generator: torch.Generator) -> torch.Tensor:
     return rows
 
 
+def _given_lengths(cache: CacheShape) -> tuple[int, ...]:
+    given = cache.width if cache.lengths is None else cache.lengths
+    return (given,) if isinstance(given, int) else given
+
+
 def _lengths(cache: CacheShape, rows: int, device) -> torch.Tensor | None:
     if cache.lengths is None:
         return None
-    values = (cache.lengths,) if isinstance(cache.lengths, int) else cache.lengths
+    values = _given_lengths(cache)
     return torch.tensor([values[row % len(values)] for row in range(rows)], dtype=torch.int32, device=device)
 
 
@@ -203,12 +208,18 @@ def _cache(cache: CacheShape, shape: Shape, generator: torch.Generator):
     return pages, indices, lengths, *tables
 
 
+def _most(cache: CacheShape) -> int:
+    """Candidates of a row."""
+    return min(max(*_given_lengths(cache), 0), cache.width)
+
+
 def _sink(shape: Shape, generator: torch.Generator) -> torch.Tensor | None:
     if not shape.sink:
         return None
     sink = torch.randn((shape.heads,), generator=generator, device=generator.device)
     if not shape.flashmla:
         sink *= SINK_SCALE
+        sink[0] = math.log(max(1, sum(_most(cache) for cache in (shape.main, shape.extra) if cache is not None)))
     else:
         draw = torch.randn((shape.heads,), generator=generator, device=generator.device)
         sink = sink.masked_fill(draw > 0.5, float("inf")).masked_fill(draw < -0.5, -float("inf"))
@@ -242,15 +253,18 @@ def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
 # ---- self-test
 
 
+CHECKED_WINDOW = dataclasses.replace(WINDOW, lengths=(SWA_WIDTH, 5, 77))
+CHECKED_EXTRAS = {
+    "window": None,
+    "C4": dataclasses.replace(C4, masked=0.02),
+    "C128 at 8K, captured for 1M": CacheShape(2, 8192, lengths=64, ascending=True),
+    "C128 at 512K": CacheShape(2, 4096, lengths=4096, ascending=True),
+}
+
+
 def checks(quick: bool) -> Iterator[Check]:
-    extras = {
-        "window": None,
-        "C4": dataclasses.replace(C4, masked=0.02),
-        "C128 at 8K, captured for 1M": CacheShape(2, 8192, lengths=64, ascending=True),
-        "C128 at 512K": CacheShape(2, 4096, lengths=4096, ascending=True),
-    }
     yield Check("sparse_decode", "two references", functools.partial(_check_references, quick))
-    for name, extra in extras.items():
+    for name, extra in CHECKED_EXTRAS.items():
         if not (quick and name == "C128 at 512K"):
             yield Check("sparse_decode", name, functools.partial(_check_shapes, extra, quick), ON_GPU)
     yield Check("sparse_decode", "kernels for prompts", _check_prompts, ON_GPU)
@@ -273,11 +287,12 @@ def _check_references(quick: bool) -> str:
 
 def _check_shapes(extra: CacheShape | None, quick: bool) -> str:
     """DeepSeek-V4-Flash's shapes on one to eight GPUs: 8 to 64 heads, 1 to 64 rows, short windows among them."""
-    window = dataclasses.replace(WINDOW, lengths=(SWA_WIDTH, 5, 77))
     all_heads, all_rows = ((16, 64), (1, 8)) if quick else ((8, 16, 32, 64), (1, 8, 64))
     worst = 0.0
     for heads, rows in itertools.product(all_heads, all_rows):
-        worst = max(worst, _error_of(make_inputs(Shape(rows, heads, window, extra)), f"{rows} rows, {heads} heads"))
+        worst = max(
+            worst, _error_of(make_inputs(Shape(rows, heads, CHECKED_WINDOW, extra)), f"{rows} rows, {heads} heads")
+        )
     return f"rows {all_rows} x heads {all_heads}: relative error at most {worst:.5f}"
 
 

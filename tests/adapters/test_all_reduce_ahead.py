@@ -99,6 +99,7 @@ def test_what_was_started_ahead_ends_where_no_probe_asks_it(why, monkeypatch):
     monkeypatch.setattr(adapter.report, "_notes", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     monkeypatch.setattr(device_gate, "serves_capability", lambda *_: why != "not served")
+    monkeypatch.setattr(adapter.several_hosts, "ask", lambda: None)
     monkeypatch.setattr(adapter, "_most_rows", lambda: 513 if why == "too many rows" else 8)
     verdict = SimpleNamespace(peers_fail=False, transport=None, describe=lambda: "none", as_dict=dict)
 

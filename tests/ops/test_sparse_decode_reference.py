@@ -15,8 +15,16 @@ from deepseek_v4_sm120.reference.sparse_decode import (
     sparse_decode,
     sparse_decode_online,
 )
-from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE_REFERENCES
-from deepseek_v4_sm120.specs.sparse_decode import FLASHMLA_LSE, FLASHMLA_OUT, CacheShape, Shape, make_inputs
+from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE, SPARSE_DECODE_REFERENCES
+from deepseek_v4_sm120.specs.sparse_decode import (
+    CHECKED_EXTRAS,
+    CHECKED_WINDOW,
+    FLASHMLA_LSE,
+    FLASHMLA_OUT,
+    CacheShape,
+    Shape,
+    make_inputs,
+)
 
 C4 = CacheShape(64, 512, lengths=(512, 1, 0), masked=0.1)
 C128 = CacheShape(2, 200, lengths=(64, 999), ascending=True)
@@ -142,6 +150,17 @@ def test_an_empty_row_gives_zero_and_plus_infinity():
 def test_float8_view_reads_the_same_bytes():
     pool = keys_at([0, 1])
     assert torch.equal(ask(pool, [0, 1])[0], ask(pool.view(torch.float8_e4m3fn), [0, 1])[0])
+
+
+@pytest.mark.parametrize("extra", CHECKED_EXTRAS)
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_another_heads_sink_shows_in_all_that_the_selftest_asks(extra, heads):
+    inputs = make_inputs(Shape(2, heads, CHECKED_WINDOW, CHECKED_EXTRAS[extra]), device="cpu")
+    truth, wrong = (
+        sparse_decode(**inputs.arguments() | {"attn_sink": sink})[0]
+        for sink in (inputs.attn_sink, inputs.attn_sink.roll(1))
+    )
+    assert strict_error(wrong, truth) > 10 * SPARSE_DECODE.truth
 
 
 def test_lse_base2_with_sink():

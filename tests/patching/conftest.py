@@ -311,6 +311,9 @@ class DeepseekV4ForCausalLMDSpark:
 
     def _logits_from_x_post_hc(self, x_post_hc):
         return x_post_hc
+
+    def load_weights(self, weights):
+        pass
 """
 LOGITS_PROCESSOR = """
 class LogitsProcessor:
@@ -378,6 +381,14 @@ HOLDER = "def check_ipc_quant_support(quant_method, quant_config, *, where):\n  
 DIRECT = "def _model_load_weights_direct(model, named_tensors):\n    return model\n"
 DIRECT += "def dynamic_import(func_path):\n    return lambda model, named_tensors: model\n"
 
+SERVER_ARGS = """
+from sglang.srt.utils.common import is_sm120_supported
+
+class ServerArgs:
+    def _handle_model_specific_adjustments(self):
+        pass
+"""
+
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
     "sglang/_version.py": "__version__ = version = '0.5.17'\n",
@@ -385,7 +396,7 @@ TREE_0_5_17 = {
     "sglang/srt/managers/schedule_policy.py": SCHEDULE_POLICY,
     "sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(server_args, model_arch):\n    pass\n",
     "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",
-    "sglang/srt/server_args.py": "from sglang.srt.utils.common import is_sm120_supported\n",
+    "sglang/srt/server_args.py": SERVER_ARGS,
     "sglang/srt/distributed/parallel_state.py": PARALLEL_STATE,
     "sglang/srt/distributed/device_communicators/custom_all_reduce.py": COMMUNICATOR,
     "sglang/srt/distributed/device_communicators/pynccl.py": NCCL,

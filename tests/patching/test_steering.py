@@ -105,6 +105,21 @@ def test_twice_is_once():
     assert [c.applied for c in made.outcomes if c.default == "safe"] == [("STOCK_A=0",)]
 
 
+def test_what_a_server_was_given_is_not_the_next_ones():
+    environ, arguments = {}, {"steps": None}
+    made = steering(environ, risky="on")
+    apply(made, environ, arguments)
+    environ["STOCK_B"] = "0"  # the host's, or the user's meanwhile
+    made.begin(environ)
+    assert environ == {"STOCK_B": "0"} and [c.applied for c in made.outcomes] == [()] * 4
+    apply(made, environ, {"steps": 3})
+    assert made.outcome("count").state == USER and environ["STOCK_B"] == "1"
+    begun = steering(dict(environ))  # another server, which this process starts
+    inherited = dict(environ)
+    begun.begin(inherited)
+    assert inherited == {} and not begun.is_child and begun.outcome("count").state == ON
+
+
 def test_what_was_set_already_is_no_quarrel():
     environ = {}
     states = apply(steering(environ), environ, {"steps": 8})
@@ -130,6 +145,7 @@ def test_another_model_gets_none_of_them_until_ours_comes():
         ("safe", "count"), NOT_APPLICABLE
     )
     assert made.outcome("risky").state == OFF and made.value("count") == 0
+    made.begin(environ)
     assert apply(made, environ, arguments) == {"safe": USER, "risky": OFF, "count": ON, "later": NOT_APPLICABLE}
     assert apply(made, environ, arguments)["safe"] == USER  # as it was decided, not as it was set aside
 

@@ -364,7 +364,7 @@ OBJECTS = {
         "counter": ((f"{SRT}.managers.cache_controller:LayerDoneCounter",),),
     },
     "updated_sinks": {
-        "model": ((f"{MODEL}:DeepseekV4ForCausalLM",),),
+        "model": ((f"{MODEL}:DeepseekV4ForCausalLM",), (DSPARK_SINCE, DSPARK)),
         **dict.fromkeys(("module", "attention"), ((ATTENTION,),)),
     },
     "scheduling": {"running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},

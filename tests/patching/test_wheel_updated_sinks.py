@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches.fixes.updated_sinks import replace_loading, replace_loading_custom
-from deepseek_v4_sm120.sglang_patches.names import LOAD_DIRECT, MODEL, MODEL_RUNNER, POST_LOAD
+from deepseek_v4_sm120.sglang_patches.names import DSPARK, LOAD_DIRECT, MODEL, MODEL_RUNNER, POST_LOAD
+from deepseek_v4_sm120.sglang_patches.rows.attention import UPDATED_SINKS
+from tests.patching.review import is_for
 from tests.patching.test_wheel_dspark_penalties import taken
 from tests.patching.test_wheel_wo_a import definition, take
 from tests.patching.wheels import RELEASES, content, every_release, fetch, since
@@ -52,6 +54,22 @@ class Model(torch.nn.Module):
         return self.model.layers[0].self_attn
 
 
+class Draft(torch.nn.Module):
+    """DSPARK's."""
+
+    confidence_head, config, num_fused_shared_experts = None, SimpleNamespace(n_routed_experts=0), 0
+
+    def __init__(self, version, rank, ranks):
+        super().__init__()
+        stage = torch.nn.Module()
+        stage.self_attn, stage.refresh_mhc_norm_weight_cache = Attention(version, rank, ranks), lambda: None
+        self.stages = torch.nn.ModuleList([stage])
+
+    @property
+    def attention(self):
+        return self.stages[0].self_attn
+
+
 class Own(torch.nn.Module):
     pass
 
@@ -78,14 +96,14 @@ def post_load(version, *, ours):
     return replace_loading(found) if ours else found
 
 
-def updated(version, end, rank=1, ranks=4):
+def updated(version, end, rank=1, ranks=4, *, of=Model, copy=computed_with):
     """(sinks of a forward behind an update whose `end` is this, those it should have)"""
-    model = Model(version, rank, ranks)
-    before = computed_with(version, model.attention)
+    model = of(version, rank, ranks)
+    before = copy(version, model.attention)
     own = slice(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
     assert torch.equal(before[: HEADS // ranks], sinks(OLD)[own])
     end(model)
-    after = computed_with(version, model.attention)
+    after = copy(version, model.attention)
     assert after.data_ptr() == before.data_ptr(), "captured graphs read it"
     assert ranks == 1 or not after[HEADS // ranks :].any()
     return after[: HEADS // ranks], sinks(NEW)[own]
@@ -107,6 +125,54 @@ def directly(version, *, ours, custom=False):
     if ours:
         direct = replace_loading_custom(lambda name: direct)("a.b") if custom else replace_loading(direct)
     return lambda model: direct(model, [("model.layers.0.self_attn.attn_sink", sinks(NEW))])
+
+
+def computed_with_dspark(version, attention):
+    own = taken(version, f"{DSPARK.partition(':')[0]}:DSparkAttention._local_attn_sink", _PAD_NUM_HEADS=PADDED)
+    return computed_with(version, attention) if own is None else own(attention)
+
+
+def loads_dspark(version, *, ours, named=True):
+    """named: by the checkpoint's names; else another process writes, and the session's end is told."""
+
+    def method(name):
+        found = taken(
+            version,
+            f"{DSPARK}.{name}",
+            _dequant_fp8_wo_a_streaming=list,
+            default_weight_loader=lambda parameter, loaded: parameter.data.copy_(loaded),
+        )
+        places = {target.where for target in UPDATED_SINKS.targets if is_for(target.sglang, version)}
+        return replace_loading(found) if ours and f"{DSPARK}.{name}" in places else found
+
+    def end(model):
+        remap, post_load = taken(version, f"{DSPARK}._remap_dspark_weight_name"), method("post_load_weights")
+        model._remap_dspark_weight_name = lambda name: remap(model, name)
+        model._assert_confidence_head_loaded = lambda **_: None
+        model.post_load_weights = lambda: post_load(model)
+        if named:
+            method("load_weights")(model, [("mtp.0.attn.attn_sink", sinks(NEW))])
+        else:
+            model.attention.attn_sink.data.copy_(sinks(NEW))
+            model.post_load_weights()
+
+    return end
+
+
+@every_release("0.5.16")
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (3, 4), (7, 8), (0, 1)])
+def test_dsparks_draft_has_the_new_weights_sinks_behind_an_update(version, rank, ranks):
+    given = dict(rank=rank, ranks=ranks, of=Draft, copy=computed_with_dspark)
+    old, expected = updated(version, loads_dspark(version, ours=False), **given)
+    assert torch.equal(old, expected) == (ranks == 1), "in SGLang alone"
+    assert torch.equal(*updated(version, loads_dspark(version, ours=True), **given))
+
+
+@every_release("0.5.23")
+def test_and_where_another_process_writes_them(version):
+    given = dict(of=Draft, copy=computed_with_dspark)
+    assert not torch.equal(*updated(version, loads_dspark(version, ours=False, named=False), **given))
+    assert torch.equal(*updated(version, loads_dspark(version, ours=True, named=False), **given))
 
 
 @every_one

@@ -40,7 +40,7 @@ from deepseek_v4_sm120.ops import all_reduce_probe, all_reduce_probe_process
 from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS, ONE_ORDER_RANKS
 from deepseek_v4_sm120.patching import lifetime, report
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_patches import all_reduce_ahead, device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches import all_reduce_ahead, device_gate, models_served, several_hosts, shadow
 from deepseek_v4_sm120.sglang_patches.all_reduce_ahead import PATCH
 from deepseek_v4_sm120.sglang_patches.names import PARALLEL_STATE
 from deepseek_v4_sm120.specs import bounds
@@ -68,7 +68,10 @@ def replace_dispatch(original: Callable) -> Callable:
     @functools.wraps(original)
     def dispatch_custom_allreduce(group, device):
         stock = original(group=group, device=device)
-        if _is_for_us(group):
+        is_first = _is_first()
+        if is_first and models_served.has_several_hosts() and models_served.has_served_card():
+            several_hosts.ask()
+        if is_first and torch.distributed.get_world_size(group) in op.RANKS:
             return functools.partial(_communicator, stock)
         return functools.partial(_disabled, stock) if _is_without_peers(group) else stock
 
@@ -104,13 +107,10 @@ def _gathers(coordinator, x, dim: int) -> bool:
     )
 
 
-def _is_for_us(group) -> bool:
-    """The tensor-parallel group of our model: the same answer on all ranks, and nobody else's server is touched."""
-    return (
-        all_reduce_ahead.takes_model()
-        and torch.distributed.get_world_size(group) in op.RANKS
-        and importlib.import_module(PARALLEL_STATE)._TP is None  # it is made first, and bound when it is made
-    )
+def _is_first() -> bool:
+    """Whether it is the tensor-parallel group of our model that is made: the same answer on all ranks, and nobody
+    else's server is touched. That group is made first, and bound when it is made."""
+    return all_reduce_ahead.takes_model() and importlib.import_module(PARALLEL_STATE)._TP is None
 
 
 def _is_without_peers(group) -> bool:

@@ -4,6 +4,10 @@
 SGLang runs through the same class (DeepSeek-V4.1, from 0.5.21 on): here the model is told apart (models_served.py), and
 another model than ours gets none of them. Asking for the GPU there is safe, because SGLang itself has asked by
 then and its workers are spawned, not forked.
+
+One process may start several servers, of other models too (SGLang's engine in a script or notebook), and a process that
+it starts inherits its variables. So where the arguments of any model begin to be resolved, nothing is known of a server
+before.
 """
 
 from __future__ import annotations
@@ -111,6 +115,32 @@ def _puts_sums_aside(read: Callable) -> bool:
     """Whether the user does without the custom sums that ours stand behind."""
     is_deterministic = read("enable_deterministic_inference", False) and not settings().reproducible
     return read("disable_custom_all_reduce", False) or is_deterministic
+
+
+def replace_adjustments(original: Callable) -> Callable:
+    """For handle_model_specific_adjustments(server_args), which each server of any model goes through, ahead of what is
+    resolved for ours."""
+
+    @functools.wraps(original)
+    def handle_model_specific_adjustments(server_args):
+        models_served.forget()
+        report.forget_notes()
+        if (engine := patching.active_engine()) is not None:
+            engine.steering.begin(os.environ)
+        return original(server_args)
+
+    return handle_model_specific_adjustments
+
+
+def replace_adjustments_method(original: Callable) -> Callable:
+    """The same up to 0.5.18, where it is a method of the arguments."""
+    handle = replace_adjustments(original)
+
+    @functools.wraps(original)
+    def _handle_model_specific_adjustments(self):
+        return handle(self)
+
+    return _handle_model_specific_adjustments
 
 
 def replace_apply_defaults(original: Callable) -> Callable:

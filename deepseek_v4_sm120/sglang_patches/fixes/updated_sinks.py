@@ -4,7 +4,7 @@ With the heads dealt to several cards each card's attention keeps its own heads'
 the first forward; captured graphs read that copy. Up to 0.5.22 nothing writes it again: behind an update of the weights
 (update_weights_from_disk, _tensor, _distributed) every answer is computed with the old weights' sinks and the new
 weights' rest, and nothing says so. So a server that starts with dummy weights has dummy sinks for good. From 0.5.23 on
-SGLang writes the target's again, but neither the draft's nor behind load_format="direct".
+SGLang writes the target's again, but neither a draft's nor behind load_format="direct".
 
 Here the copy is made again behind each load, in place.
 """
@@ -22,7 +22,7 @@ from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 def replace_loading(original: Callable) -> Callable:
     """For what has written the weights of a model, its first argument: DeepseekV4ForCausalLM.post_load_weights, which
-    the MTP draft's calls, and _model_load_weights_direct."""
+    the MTP draft's calls, DSPARK's load_weights and post_load_weights, and _model_load_weights_direct."""
 
     @functools.wraps(original)
     def load(*args, **kwargs):
