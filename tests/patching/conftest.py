@@ -221,7 +221,13 @@ class BaseGrammarBackend:
     def set_cache(self, key, value):
         self.cache[key] = value
 """
-XGRAMMAR = "from sglang.srt.constrained.xgrammar import GrammarCompiler\n"
+XGRAMMAR = """
+from sglang.srt.constrained.xgrammar import GrammarCompiler
+
+class XGrammarGrammar:
+    def apply_vocab_mask(self, logits, vocab_mask):
+        return logits
+"""
 TOOL_CALLS = """
 class DeepSeekV32Detector:
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):

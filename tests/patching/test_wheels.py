@@ -17,7 +17,7 @@ from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
-from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, GRAPH_INPUTS, REQUEST, SCHEDULER, SWA_CACHE
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, GRAPH_INPUTS, REQUEST, SCHEDULER, SWA_CACHE, XGRAMMAR
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -57,7 +57,7 @@ SINCE_0_5_23 = {"min_p_verify": EAGLE, "prompts_in_halves": PREFILL_RUNNER}
 
 def expected(version: str) -> dict[str, str]:
     """What the normal mode finds in a release: patch -> module of its last target."""
-    found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"}
+    found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0], "grammars": XGRAMMAR, "grammar_ends": XGRAMMAR}
     if not since(version, "0.5.13"):
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
         found |= {"padded_rows": GRAPH_INPUTS.partition(":")[0]}

@@ -1,5 +1,5 @@
 """The rows of table.py that are the scheduler's: which prompts are accepted, what of the cache and which grammars are
-kept."""
+kept, and where those end."""
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -109,6 +109,19 @@ GRAMMARS = Patch(
         _grammars(f"{XGRAMMAR}:GrammarCompiler", "compiler", Bound()),
     ),
     retire="when SGLang bounds what it keeps",
+)
+
+GRAMMAR_ENDS = Patch(
+    name="grammar_ends",
+    why="where a schema, a regular expression or a required call is complete, XGrammar leaves the end alone, and "
+    "min_tokens forbids it: no token is left. SGLang takes token 0, and the answer is lost in an error 500; up to "
+    "0.5.19 the draw of a request with a temperature ends the server (vLLM #53665, mended there)",
+    targets=(
+        targets_of_fix("grammar_ends")(
+            f"{XGRAMMAR}:XGrammarGrammar.apply_vocab_mask", "apply", Parameters(("self", "logits", "vocab_mask"))
+        ),
+    ),
+    retire="when SGLang lets a grammar end that is complete",
 )
 
 PREEMPTED_REQUESTS = Patch(
