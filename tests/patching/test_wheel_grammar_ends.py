@@ -1,6 +1,7 @@
 """The end of a grammar that min_tokens forbids: each release's own mask, over a stand-in for XGrammar's kernel, behind
 its own penalizers, with ours and without; and that every way of decoding goes through it."""
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -8,13 +9,12 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches.fixes.grammar_ends import replace_apply
-from deepseek_v4_sm120.sglang_patches.rows.scheduler import GRAMMAR_ENDS
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import XGRAMMAR
 from tests.patching.test_wheel_penalties import ONE_BY_ONE, VOCABULARY, Batch, answer, request
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, members, since
 
 END, ALL = 5, range(VOCABULARY)
-((TARGET,),) = (GRAMMAR_ENDS.targets,)
 
 pytestmark = pytest.mark.usefixtures("opened")
 
@@ -30,18 +30,19 @@ def mask_of(*rows):
     return torch.tensor([[sum(1 << token for token in allowed)] for allowed in rows], dtype=torch.int32)
 
 
-def apply_bits(logits, vocab_mask):
+def apply_bits(logits, bitmask, indices=None):
     """XGrammar's kernel, in place."""
-    allowed = (vocab_mask >> torch.arange(logits.shape[-1])) & 1 == 1
+    allowed = (bitmask >> torch.arange(logits.shape[-1])) & 1 == 1
     logits.masked_fill_(~allowed, -math.inf)
 
 
-def masked(version, logits, vocab_mask, *, ours):
-    module, _, qualname = TARGET.where.partition(":")
-    names = {"apply_token_bitmask_inplace_triton": apply_bits}
-    apply = take(fetch(version), names, qualname, module)
+def masked(version, logits, vocab_mask, *, ours, strict=False):
+    """By the release's own grammar; strict: by its backend, as --enable-strict-thinking has it for all requests."""
+    names = {"apply_token_bitmask_inplace_triton": replace_apply(apply_bits) if ours else apply_bits}
+    kind = "XGrammarGrammarBackend" if strict else "XGrammarGrammar"
+    apply = take(fetch(version), names, f"{kind}.apply_vocab_mask", XGRAMMAR)
     logits = logits.clone().as_subclass(OnTheGpu)
-    (replace_apply(apply) if ours else apply)(None, logits=logits, vocab_mask=vocab_mask)
+    (apply.__func__ if strict else functools.partial(apply, None))(logits=logits, vocab_mask=vocab_mask)
     return logits.as_subclass(torch.Tensor)
 
 
@@ -54,9 +55,10 @@ def forbidden(*rows):
 
 
 @every_release()
-def test_what_the_grammar_leaves_alone_is_drawn(version):
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_what_the_grammar_leaves_alone_is_drawn(version, strict):
     logits, vocab_mask = forbidden([END], [END], [END, 7]), mask_of([END], ALL, [END, 7])
-    stock, found = (masked(version, logits, vocab_mask, ours=ours) for ours in (False, True))
+    stock, found = (masked(version, logits, vocab_mask, ours=ours, strict=strict) for ours in (False, True))
     assert stock[0].isneginf().all() and stock[0].argmax() == 0  # so the row is needed: a token that nothing allows
     with pytest.raises(RuntimeError, match="probability tensor"):  # as up to 0.5.19 it is drawn
         torch.multinomial(stock.softmax(-1), 1)

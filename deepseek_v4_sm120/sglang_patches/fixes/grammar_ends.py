@@ -20,15 +20,15 @@ from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 
 def replace_apply(original: Callable) -> Callable:
-    """For XGrammarGrammar.apply_vocab_mask(self, logits [rows, vocabulary], vocab_mask), in place, behind penalties, in
-    every way of decoding. The host asks nothing of the GPU."""
+    """For apply_token_bitmask_inplace_triton(logits [rows, vocabulary], bitmask, indices=None), in place: XGrammar's,
+    behind penalties in every way of decoding. The host asks nothing of the GPU."""
 
     @functools.wraps(original)
-    def apply_vocab_mask(self, logits, vocab_mask):
-        original(self, logits, vocab_mask)
+    def apply_token_bitmask_inplace_triton(logits, bitmask, indices=None):
+        original(logits, bitmask, indices)
         if is_ours():
             has_none = logits.amax(-1, keepdim=True) == -math.inf
             logits.masked_fill_(has_none, 0.0)
-            original(self, logits, vocab_mask)
+            original(logits, bitmask, indices)
 
-    return apply_vocab_mask
+    return apply_token_bitmask_inplace_triton
