@@ -20,12 +20,11 @@ from deepseek_v4_sm120.sglang_patches.names import (
     EXTENSION,
     INDEXER,
     MODEL,
-    NCCL,
     direct_updates,
     handed_over,
     targets_of,
-    targets_of_fix,
 )
+from deepseek_v4_sm120.sglang_patches.rows.all_reduce import ALL_REDUCE, NCCL_START
 from deepseek_v4_sm120.sglang_patches.rows.attention import LOADED_PREFIXES, UPDATED_SINKS
 from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
@@ -78,6 +77,7 @@ from deepseek_v4_sm120.sglang_patches.rows.sampling import (
 )
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import (
     CACHED_BEGINNING,
+    GRAMMAR_ENDS,
     GRAMMARS,
     LONGEST_PROMPT,
     PADDED_ROWS,
@@ -244,43 +244,6 @@ FP8_LINEAR = Patch(
     ),
     needs=(EXTENSION,),
     retire="when the stock GEMM and its quantisation are faster on SM120 for few rows (bench/fp8_linear.py)",
-)
-
-ALL_REDUCE = Patch(
-    name="all_reduce",
-    why="the sums between the cards, 87 a step, up to 512 rows: above 2 cards on PCIe they are NCCL's, 16 to 30 us "
-    "each and rounded at every hop; and the gather of the logits, up to 64 rows; bench/all_reduce.py",
-    targets=(
-        targets_of("all_reduce")(
-            "sglang.srt.distributed.device_communicators.custom_all_reduce:dispatch_custom_allreduce",
-            "dispatch",
-            Parameters(("group", "device")),
-            ">=0.5.13,<0.6",
-            "sglang.srt.distributed.parallel_state",
-        ),
-        targets_of("all_reduce")(
-            "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather",
-            "all_gather",
-            Parameters(("self", "input_", "dim=-1", "output_tensor_list=None")),
-            ">=0.5.13,<0.6",
-        ),
-    ),
-    needs=(EXTENSION,),
-    ahead=("sglang.srt.managers.scheduler", "deepseek_v4_sm120.sglang_patches.all_reduce_ahead:start"),
-    absent="0.5.12 asks for a class before there is a group",
-    retire="when SGLang's own sums are as fast, and the same bits in every batch (bench/all_reduce.py)",
-)
-
-NCCL_START = Patch(
-    name="nccl_start",
-    why="a start waits for ever in NCCL's first sum, without a line, where the driver offers copies between cards that "
-    "move nothing",
-    targets=(
-        targets_of_fix("nccl_start")(
-            f"{NCCL}:PyNcclCommunicator.__init__", "init", Parameters(("self", "group", "device"), further="any")
-        ),
-    ),
-    retire="when SGLang says where a start waits",
 )
 
 UNPADDED_HEADS = Patch(
@@ -578,7 +541,7 @@ TABLE = Table(
         *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, DEALT_PRODUCTS, ROUTER_TOPK, FP8_LINEAR, DRAFT_HEAD, WO_A),
         *(MHC, DEALT_STREAMS, PROMPTS_IN_HALVES, COMPRESSOR, ALL_REDUCE, NCCL_START, DSPARK_LENGTHS),
         *(MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK),
-        *(LONGEST_PROMPT, CACHED_BEGINNING, GRAMMARS, TOOL_STRINGS, DISCONNECTS, DEFAULT_THINKING),
+        *(LONGEST_PROMPT, CACHED_BEGINNING, GRAMMARS, GRAMMAR_ENDS, TOOL_STRINGS, DISCONNECTS, DEFAULT_THINKING),
         *(THOUGHT_HISTORY, DEVELOPER_MESSAGES, UNCHOSEN_TOOLS, EFFORT_LEVELS, JSON_ANSWERS, THINK_MARKS),
         *(CUT_CHARACTERS, CALL_ORDER, TURN_PHASES, BLANKS_BEFORE_CALLS, BILLING_LINES, STOP_SEQUENCES),
         *(WHOLE_CHARACTERS, THOUGHT_COUNTS, UNKNOWN_TOKENS, MAX_OUTPUT_TOKENS, PROMPT_LOGPROBS, SEEDED_DRAWS),

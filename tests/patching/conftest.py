@@ -222,6 +222,7 @@ class BaseGrammarBackend:
         self.cache[key] = value
 """
 XGRAMMAR = "from sglang.srt.constrained.xgrammar import GrammarCompiler\n"
+BITMASK = "def apply_token_bitmask_inplace_triton(logits, bitmask, indices=None):\n    return logits\n"
 TOOL_CALLS = """
 class DeepSeekV32Detector:
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
@@ -427,6 +428,7 @@ TREE_0_5_17 = {
     "sglang/srt/constrained/base_grammar_backend.py": GRAMMARS,
     "sglang/srt/constrained/xgrammar.py": "class GrammarCompiler:\n    pass\n",
     "sglang/srt/constrained/xgrammar_backend.py": XGRAMMAR,
+    "sglang/kernels/ops/grammar/bitmask_ops.py": BITMASK,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
     "sglang/srt/parser/reasoning_parser.py": READER,

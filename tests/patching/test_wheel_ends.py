@@ -50,6 +50,22 @@ def test_a_length_that_is_no_whole_number(version):
         [3][:length]
 
 
+@every_release()
+def test_the_next_turn_of_a_session_has_what_is_behind_the_end(version):
+    """Of 3, the end and 5 in one step, 5 is told to nobody."""
+    answer, module = [3, END, 5], "sglang.srt.session.session_controller"
+    length, _ = ended(version, answer, accepted=3, max_tokens=9)
+    if not since(version, "0.5.14"):
+        text = content(fetch(version), f"{module.replace('.', '/')}.py")
+        assert "+ last_req.output_ids[: last_req.sampling_params.max_new_tokens]" in text
+        return
+    last = SimpleNamespace(origin_input_ids=[1, 2], origin_input_ids_unpadded=[1, 2], output_ids=answer)
+    last.sampling_params, last.finished_len = SimpleNamespace(max_new_tokens=9), length
+    asked = SimpleNamespace(drop_previous_output=False, offset=None)
+    join = take(fetch(version), {}, "Session._concat_token_arrays", module).__func__
+    assert join(last, SimpleNamespace(input_ids=[8]), asked)[0] == [1, 2, *answer, 8] and length == 2
+
+
 class Ends:
     """What of a sequence of one token was met."""
 

@@ -183,6 +183,26 @@ def test_what_is_in_order_stays_as_it_is(version):
 
 
 @every_release()
+def test_a_bias_that_no_logit_is_finite_with(version):
+    params = {"logit_bias": {"3": math.inf, "4": -1.0}}
+    asks(version, dict(params), ours=False)
+    verified(version, params)
+    logits = torch.zeros(1, SIZE) + batch_of(version, params).logit_bias
+    names = {"torch": torch, "envs": SimpleNamespace(SGLANG_OPT_USE_GUMBEL_SAMPLE=SimpleNamespace(get=lambda: True))}
+    draw = take(fetch(version), names, "sampling_from_probs_torch", "sglang.srt.layers.sampler")
+    if since(version, "0.5.20"):
+        assert draw(logits.softmax(-1)).tolist() == [0]  # whatever it stands for: nothing is drawn
+    else:
+        with pytest.raises(RuntimeError, match="probability tensor"):  # so the row is needed
+            draw(logits.softmax(-1))
+    for bias in (math.inf, 1e31):
+        with pytest.raises(ValueError, match="logit_bias has to be numbers by tokens, up to 1e[+]30"):
+            asks(version, {"logit_bias": {"3": bias}}, ours=True)
+    asks(version, {"logit_bias": {"3": 1e30}}, ours=True)
+    assert torch.tensor([1e30], dtype=torch.float32).div(1e-6).isfinite()  # by SGLang's least temperature
+
+
+@every_release()
 def test_the_request_is_made_of_what_was_looked_at(version):
     text = content(fetch(version), f"{MODULE.replace('.', '/')}.py")
     one = text.partition("async def _tokenize_one_request(")[2].partition("\n    def ")[0]

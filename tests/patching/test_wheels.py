@@ -26,6 +26,7 @@ from deepseek_v4_sm120.sglang_patches.table import (
     DEEP_GEMM_LOGITS_FP4,
     EXTENSION,
     FP8_METHOD,
+    GRAMMAR_ENDS,
     INDEXER,
     LEDGER,
     LEFT_AT_TRUTH,
@@ -59,10 +60,13 @@ def expected(version: str) -> dict[str, str]:
     """What the normal mode finds in a release: patch -> module of its last target."""
     found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"}
     if not since(version, "0.5.13"):
-        found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
-        found |= {"padded_rows": GRAPH_INPUTS.partition(":")[0]}
+        found |= dict.fromkeys(("sparse_decode", "sched_meta"), "flash_mla") | {
+            "padded_rows": GRAPH_INPUTS.split(":")[0]
+        }
+        found |= dict.fromkeys(("mxfp4_moe", "marlin_on_sm120"), MARLIN)
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
+    found["grammar_ends"] = GRAMMAR_ENDS.targets[since(version, "0.5.16")].module
     found["preempted_requests"] = (ADDER if since(version, "0.5.22") else SCHEDULER).partition(":")[0]
     found |= {} if since(version, "0.5.15") else {"shared_beginnings": SWA_CACHE.partition(":")[0]}
     ours = http_rows.expected(version) | (SINCE_0_5_23 if since(version, "0.5.23") else {})
@@ -70,8 +74,7 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
-        updater = f"{MODEL_RUNNER}_components.weight_updater"
-        found["updated_sinks"] = updater if since(version, "0.5.16") else MODEL_RUNNER
+        found["updated_sinks"] = MODEL_RUNNER + ("_components.weight_updater" if since(version, "0.5.16") else "")
         found["loaded_prefixes"] = PREFILL_RUNNER
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}

@@ -9,7 +9,8 @@ error there ends the server:
 - up to 0.5.13 `token_ids_logprob` beyond the vocabulary, up to 0.5.20 a seed that has more than 64 bits
 - up to 0.5.21 sampling parameters of /generate of another kind: a schema that is an object where its text is asked for,
   "skip_special_tokens": 1, "stop_token_ids": [null] (#22144)
-- a `max_new_tokens` of half a token, a `logit_bias` that is no table of numbers, in all releases
+- a `max_new_tokens` of half a token, a `logit_bias` that is no table of numbers, in all releases; up to 0.5.19 an
+  infinite one, by which nothing can be drawn
 
 Here such a `top_k` is what it means, the whole vocabulary, 5.0 is 5, and 1 is true; each of the others is answered
 by an error that says which one. This runs in the process that answers over HTTP, where no GPU is asked.
@@ -18,7 +19,6 @@ by an error that says which one. This runs in the process that answers over HTTP
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Integral, Real
 
@@ -27,6 +27,7 @@ from deepseek_v4_sm120.sglang_patches.fixes.unknown_tokens import refuse_unknown
 
 SEEDS = range(-(2**63), 2**63)
 GREATEST, ALL = 2**31 - 1, -1  # that SGLang's tensor of top_k holds; what it reads as the whole vocabulary
+GREATEST_BIAS = 1e30  # by SGLang's least temperature, 1e-6, float32 still holds it
 SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "ignore_eos")
 WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "n", "stream_interval", "sampling_seed")
 KINDS = {
@@ -88,5 +89,5 @@ def refuse_kinds(asked: Mapping) -> None:
     tokens, biases = asked.get("stop_token_ids"), asked.get("logit_bias")
     if not all(isinstance(token, Integral) for token in tokens or ()):
         raise ValueError("stop_token_ids have to be whole numbers.")
-    if not all(isinstance(bias, Real) and not math.isnan(bias) for bias in (biases or {}).values()):
-        raise ValueError("logit_bias has to be numbers by tokens.")
+    if not all(isinstance(bias, Real) and bias <= GREATEST_BIAS for bias in (biases or {}).values()):
+        raise ValueError(f"logit_bias has to be numbers by tokens, up to {GREATEST_BIAS:g}.")

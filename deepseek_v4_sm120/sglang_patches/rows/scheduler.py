@@ -1,5 +1,5 @@
 """The rows of table.py that are the scheduler's: which prompts are accepted, what of the cache and which grammars are
-kept."""
+kept, and where those end."""
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -13,11 +13,13 @@ SWA_BUDGET = "sglang.srt.mem_cache.prefill_budget:SWAPrefillBudget"
 SWA_CACHE = "sglang.srt.mem_cache.swa_radix_cache:SWARadixCache"
 REQUEST = "sglang.srt.managers.schedule_batch:Req"
 XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
+BITMASK = "bitmask_ops:apply_token_bitmask_inplace_triton"
+OF_BITMASK = Parameters(("logits", "bitmask", "indices=None"))
 GRAPH_INPUTS = "sglang.srt.model_executor.cuda_graph_runner:DecodeInputBuffers"
 
 _grammars = targets_of_fix("grammars")
 _beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stripped_thoughts")
-_preempted = targets_of_fix("preempted_requests")
+_preempted, _grammar_ends = targets_of_fix("preempted_requests"), targets_of_fix("grammar_ends")
 
 LONGEST_PROMPT = Patch(
     name="longest_prompt",
@@ -109,6 +111,18 @@ GRAMMARS = Patch(
         _grammars(f"{XGRAMMAR}:GrammarCompiler", "compiler", Bound()),
     ),
     retire="when SGLang bounds what it keeps",
+)
+
+GRAMMAR_ENDS = Patch(
+    name="grammar_ends",
+    why="where a schema, a regular expression or a required call is complete, XGrammar leaves the end alone, and "
+    "min_tokens forbids it: no token is left. SGLang takes token 0, and the answer is lost in an error 500; up to "
+    "0.5.19 the draw of a request with a temperature ends the server (vLLM #53665, mended there)",
+    targets=(
+        _grammar_ends(f"sglang.srt.constrained.triton_ops.{BITMASK}", "apply", OF_BITMASK, "<0.5.16"),
+        _grammar_ends(f"sglang.kernels.ops.grammar.{BITMASK}", "apply", OF_BITMASK, ">=0.5.16,<0.6"),
+    ),
+    retire="when SGLang lets a grammar end that is complete",
 )
 
 PREEMPTED_REQUESTS = Patch(
