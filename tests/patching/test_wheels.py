@@ -13,7 +13,7 @@ from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Eng
 from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
-from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY, MODEL_RUNNER, NCCL
+from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY, MODEL, MODEL_RUNNER, NCCL
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
@@ -31,7 +31,6 @@ from deepseek_v4_sm120.sglang_patches.table import (
     LEDGER,
     LEFT_AT_TRUTH,
     MARLIN_EXPERTS,
-    MODEL,
     MXFP4_MOE,
     SHARED_ADD,
     SM120_ATTENTION_0_5_14,
@@ -60,10 +59,8 @@ def expected(version: str) -> dict[str, str]:
     """What the normal mode finds in a release: patch -> module of its last target."""
     found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"}
     if not since(version, "0.5.13"):
-        found |= dict.fromkeys(("sparse_decode", "sched_meta"), "flash_mla") | {
-            "padded_rows": GRAPH_INPUTS.split(":")[0]
-        }
-        found |= dict.fromkeys(("mxfp4_moe", "marlin_on_sm120"), MARLIN)
+        found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
+        found |= {"padded_rows": GRAPH_INPUTS.partition(":")[0]}
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     found["grammar_ends"] = GRAMMAR_ENDS.targets[since(version, "0.5.16")].module
