@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.doctor import (
+    cpu_checks,
     facts,
     gpu_checks,
     gpu_health,
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:  # first: a dead server is told at once
         answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))
     found = facts.gather(Path("/"), os.environ)
+    found.is_serving = answers is not None
     if arguments.quick:
         found.probe_problem = "not tried: --quick"
     elif found.smi.gpus:
@@ -65,7 +67,9 @@ def applied(found: facts.Facts) -> frozenset[str] | None:
 
 def examine(found: facts.Facts) -> list[Finding]:
     """All findings about this machine."""
-    return [f for module in (gpu_checks, gpu_health, host_checks, software_checks) for f in module.checks(found)]
+    return [
+        f for module in (gpu_checks, gpu_health, cpu_checks, host_checks, software_checks) for f in module.checks(found)
+    ]
 
 
 def show(findings: list[Finding]) -> None:
