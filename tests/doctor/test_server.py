@@ -481,3 +481,9 @@ LOAD = {"token_usage": 0.2, "num_queue_reqs": 5.0, "num_running_reqs": 8.0}
 def test_requests_that_wait_for_slots_are_not_sent_to_fewer_slots(info, metrics, found_words, fix_words):
     told = found(PLANNED | info, LOAD | metrics)["load"]
     assert found_words in told.found and fix_words in told.fix and (told.state == WARN) == bool(fix_words)
+
+
+@pytest.mark.parametrize(("size", "is_told"), [(20, True), (0.5, True), (0, False), (None, False), ("20", False)])
+def test_weights_that_are_copied_in_each_step_are_told(size, is_told):
+    told = found(PLANNED | {"cpu_offload_gb": size}).get("weights")
+    assert (told is not None) is is_told and (told is None or f"{size:g} GB" in told.found)

@@ -1,6 +1,8 @@
 """doctor on machines where a server runs and is slow: slots, slices, heat, processors, what was left switched on."""
 
 import argparse
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,9 @@ from deepseek_v4_sm120.commands.doctor import (
     software_checks,
 )
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from deepseek_v4_sm120.ops.triton.compiles import Compiles
 from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT
-from tests.doctor.test_machine import finding, gathered, rtx
+from tests.doctor.test_machine import finding, gathered, rtx, smi
 from tests.doctor.test_server import PLANNED
 
 COUNTERS = "clocks_event_reasons_counters"
@@ -144,6 +147,13 @@ def test_who_computes_on_the_card_beside_a_server(tmp_path, one, words):
     assert told.state == (WARN if words else OK) and (not words or f"beside the server {words}" in told.found)
 
 
+def test_who_computes_on_other_cards_than_the_servers_is_let_be(tmp_path):
+    xml = with_fields(f"<processes>{process(9, '/usr/bin/ollama', 4000)}</processes>")
+    found = gathered(tmp_path, xml)
+    found.status["processes"] = [{"pid": 5, "patches": []}]
+    assert finding(gpu_checks.checks(found), "memory of GPU 0").state == OK
+
+
 @pytest.mark.parametrize("is_serving", [False, True])
 def test_the_memory_of_a_server_without_reports_is_its_own(tmp_path, monkeypatch, is_serving, capsys):
     """Who gives --url is not told to stop what answers there."""
@@ -241,6 +251,21 @@ def test_a_process_at_the_other_node_than_its_card_is_told(tmp_path, node, allow
     slot(tmp_path, node=node)
     told = said(cpu_checks.checks(processors(tmp_path, allowed=allowed, nodes=("0-31", "32-63"))), "NUMA")
     assert [("GPU 0 at node 1, GPU 1 at node 1" in one.found, one.state) for one in told] == [(True, WARN)] * is_far
+
+
+def test_cards_that_torch_does_not_see_are_not_asked_for(tmp_path):
+    """CUDA_VISIBLE_DEVICES leaves the first of two, or two of three."""
+    slot(tmp_path, node="1")
+    found = processors(tmp_path, allowed="0-2", nodes=("0-31", "32-63"))
+    found.probe = {"links": {"0": [5, 16]}, "peers": []}
+    told = {one.check: one.found for one in cpu_checks.checks(found)}
+    assert told.keys() == {"NUMA"} and "GPU 1" not in told["NUMA"]
+    found.smi = nvidia_smi.Smi((), None, None, {(0, 1): "PIX", (0, 2): "SYS", (1, 2): "SYS"})
+    found.probe = {"peers": [{"from": 0, "to": 1}, {"from": 1, "to": 0}]}
+    assert [one.state for one in gpu_checks._topology(found)] == [OK]
+    found.probe = None
+    found.smi = nvidia_smi.Smi(nvidia_smi.read(smi(rtx(3))).gpus, None, None, found.smi.topology)
+    assert [one.state for one in gpu_checks._topology(found)] == [WARN]
 
 
 def test_windows_and_sleepy_links_are_told(tmp_path):
@@ -344,6 +369,60 @@ def test_a_server_in_shadow_mode_is_slow_and_says_why(tmp_path, own, served, wor
     found.status |= {"settings": {"shadow": own}, "processes": [report(settings={"shadow": served})]}
     told = said(software_checks.checks(found), "shadow mode")
     assert [(one.state, words in one.found) for one in told] == ([(WARN, True)] if words else [])
+
+
+RIGHT, WRONG = {"problem": None, "us": {"1": 9.0}}, {"problem": "rank 0: wrong sums", "us": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cost", "fix"),
+    [
+        ({"ways": {"peer": WRONG, "host": RIGHT}}, "several us more, 87", "ACS off"),
+        ({"ways": {"peer": RIGHT, "host": RIGHT}}, "later yet", "see PCIe link"),
+        ({"ways": {"host": RIGHT}, "is_chosen": True}, "than between peers", "without all_reduce=host"),
+        ({"ways": 3}, "several us more, 87", "ACS off"),
+        ({"ways": {"peer": {}}}, "several us more, 87", "ACS off"),
+    ],
+)
+def test_why_sums_go_by_host_memory_decides_what_is_to_be_done(tmp_path, changes, cost, fix):
+    """As a choice, because peers fail, or because they are right and slower yet."""
+    found = gathered(tmp_path, rtx())
+    told = {"transport": "host", "text": "2 cards sum by way of host memory", "remedy": "ACS off", **changes}
+    found.status["processes"] = [report(found={"all_reduce": told})]
+    sums = finding(gpu_checks.checks(found), "sums between the cards")
+    assert sums.state == WARN and cost in sums.cost and fix in sums.fix
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"late": [["wide", 2.5], ["wide", 1.0], ["few", 0.5]], "compiled": 9}, "3 kernels were compiled while"),
+        ({"late": [], "compiled": 9}, None),
+        ({"late": [3, ["x"], [1, 2]]}, None),
+        ({"late": 3}, None),
+        (None, None),
+    ],
+)
+def test_kernels_that_requests_waited_for_are_told(tmp_path, found, words):
+    facts_ = gathered(tmp_path)
+    facts_.status["processes"] = [report(found={software_checks.COMPILES: found})] * 2
+    told = said(software_checks.checks(facts_), "kernels")
+    assert [(one.state, words in one.found) for one in told] == ([(WARN, True)] if words else [])
+
+
+def test_layers_that_were_left_to_sglang_are_told_once(tmp_path):
+    found = gathered(tmp_path)
+    note = "wo_a: SGLang's own, as layers' weights lie on the host (--cpu-offload-gb)"
+    found.status["processes"] = [report(notes=[note, "mhc: fine"])] * 2
+    assert [one.found for one in said(software_checks.checks(found), "left to SGLang")] == [note]
+
+
+def test_the_words_that_reports_are_searched_for_are_theirs():
+    adapters = Path(facts.__file__).parents[2] / "sglang_patches/adapters"
+    assert software_checks.HANDED_OVER in (adapters / "handed_over.py").read_text()
+    mxfp4_moe = (adapters / "mxfp4_moe.py").read_text()
+    assert "{PATCH}_compiles" in mxfp4_moe and software_checks.COMPILES == "mxfp4_moe_compiles"
+    assert "late" in {field.name for field in fields(Compiles)}
 
 
 def test_what_the_driver_says_of_processes_is_read():

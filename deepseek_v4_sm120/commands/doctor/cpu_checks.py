@@ -31,7 +31,7 @@ def _number(facts: Facts) -> Iterator[Finding]:
     if cpus.allowed is None:
         return
     reports = (facts.status or {}).get("processes", [])
-    ranks = len({card for report in reports for card in report.get("devices_served", {})}) or len(facts.smi.gpus)
+    ranks = len({card for report in reports for card in report.get("devices_served", {})}) or len(facts.used)
     have = min(len(cpus.allowed), len(cpus.allowed) if cpus.limit is None else cpus.limit)
     found = f"{len(cpus.allowed)} may be used"
     found += f", {cpus.limit:g} of them at a time (cpu.max)" if cpus.limit is not None else ""
@@ -61,7 +61,10 @@ def _nodes(facts: Facts) -> Iterator[Finding]:
     far = [
         f"GPU {gpu.index} at node {path.node}"
         for gpu, path in zip(facts.smi.gpus, facts.pci, strict=False)
-        if path.node in cpus.nodes and cpus.allowed is not None and not cpus.allowed & cpus.nodes[path.node]
+        if gpu.index in facts.used
+        and path.node in cpus.nodes
+        and cpus.allowed is not None
+        and not cpus.allowed & cpus.nodes[path.node]
     ]
     if far:
         here = sorted(node for node, of_node in cpus.nodes.items() if of_node & cpus.allowed)

@@ -66,6 +66,15 @@ class Facts:
     probe_problem: str | None = None
     is_serving: bool = False  # a server answered: --url
 
+    @property
+    def used(self) -> set[int]:
+        """nvidia-smi's numbers of the cards that torch sees, which CUDA_VISIBLE_DEVICES decides; all where the probe
+        does not tell."""
+        probe = self.probe or {}
+        ends = {pair[end] for pair in probe.get("peers") or () for end in ("from", "to")}
+        seen = ends | {int(number) for number in probe.get("links") or ()}
+        return seen or {gpu.index for gpu in self.smi.gpus}
+
 
 def run_command(command: list[str], timeout_s: float = 20) -> str | None:
     """Output of a command, of one that fails, too, for nvidia-smi says why there; None when it does not exist, hangs,

@@ -21,7 +21,8 @@ IDLE_MEMORY_MIB = 1024
 LEAST_HELD_DOWN_S = 10.0  # by heat or the supply; what the limit of power does is no fault
 VIRTUAL_GPU, PASSED_THROUGH = "VGPU", "Pass-Through"  # nvidia-smi's words
 # how SGLang's processes call themselves, and what nvidia-smi says of those of which it sees the number alone
-NOT_OTHERS = ("sglang::", "[")
+SGLANGS = "sglang::"
+NOT_OTHERS = (SGLANGS, "[")
 SLOWEST_FIRST = (None, "host", "peer")  # ways of our sums; None: SGLang's own
 
 
@@ -194,6 +195,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         name = f"memory of GPU {gpu.index}"
         large = [p for p in gpu.processes if (p.memory or 0) > IDLE_MEMORY_MIB]
         others = [p for p in large if p.pid not in ours and not p.name.startswith(NOT_OTHERS)]
+        is_ours = any(p.pid in ours or p.name.startswith(SGLANGS) for p in gpu.processes)
         found = f"{gpu.memory_used} of {gpu.memory_total} MiB in use"
         free = gpu.memory_total - gpu.memory_used
         if not gpu.memory_total:
@@ -213,7 +215,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
                 "stop the other processes (nvidia-smi lists them), or give the server other cards; where it is a "
                 "server's own: doctor --url <its address>",
             )
-        elif others and reports:  # without its reports they may be the server itself
+        elif others and serving and is_ours:
             cost = "what it computes makes the server's steps wait, those of all ranks"
             yield warn(
                 name, f"beside the server {'; '.join(map(str, others))}", cost, "stop it, or give it another card"
@@ -223,9 +225,10 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _topology(facts: Facts) -> Iterator[Finding]:
-    kinds = facts.smi.topology
-    if not kinds:
+    kinds = {pair: kind for pair, kind in facts.smi.topology.items() if facts.used.issuperset(pair)}
+    if not facts.smi.topology:
         yield not_run("topology", "nvidia-smi topo -m does not tell (a virtual machine?)")
+    if not kinds:
         return
     words = ", ".join(f"{i}-{j} {kind}" for (i, j), kind in sorted(kinds.items()))
     if all(kind in ("PIX", "PXB") or kind.startswith("NV") for kind in kinds.values()):
@@ -233,9 +236,9 @@ def _topology(facts: Facts) -> Iterator[Finding]:
     elif any(kind == "SYS" for kind in kinds.values()):
         yield warn(
             "topology",
-            f"{words}: some pairs cross the link between CPU sockets",
+            f"{words}: some pairs cross the link between NUMA nodes",
             "peer copies are slow there or not possible; all-reduce is in every layer twice",
-            "put the cards on one socket, or choose cards of one with CUDA_VISIBLE_DEVICES",
+            "cards at one node: on one socket (BIOS: NPS1 where that is several), by slot or by CUDA_VISIBLE_DEVICES",
         )
     else:
         yield warn(
@@ -305,11 +308,23 @@ def _sums(facts: Facts) -> Iterator[Finding]:
     if found["transport"] is None:
         cost = "SGLang's own sums: NCCL's take 16 to 30 us each, 87 times a step"
         yield warn(name, text, cost, found["remedy"])
+    elif found["transport"] == "host" and found.get("is_chosen") is True:
+        cost = "through host memory a sum takes several us more than between peers, 87 times a step"
+        yield warn(name, text, cost, "without all_reduce=host in DSV4_SM120_SET, where `peer copies` can be trusted")
+    elif found["transport"] == "host" and _are_peers_right(found):
+        cost = "peers give the right sums here, and later yet: what passes between these cards goes a slow way"
+        yield warn(name, text, cost, "see PCIe link, topology, and ACS and IOMMU")
     elif found["transport"] == "host":
         cost = "through host memory a sum takes several us more, 87 times a step"
         yield warn(name, text, cost, found["remedy"])
     else:
         yield ok(name, text)
+
+
+def _are_peers_right(found: dict) -> bool:
+    ways = found.get("ways")
+    way = ways.get("peer") if isinstance(ways, dict) else None
+    return isinstance(way, dict) and "problem" in way and way["problem"] is None
 
 
 def _inside(found: dict) -> str:

@@ -60,6 +60,7 @@ FIELDS = {
     "disable_custom_all_reduce": (SWITCH, True),
     "disable_overlap_schedule": (SWITCH, False),
     "pp_size": (WHOLE, False),
+    "cpu_offload_gb": (SHARE, False),
     "enable_mixed_chunk": (SWITCH, False),
     "prefill_decode_interval": (WHOLE, False),
     "attention_backend": (WORDS, False),
@@ -257,6 +258,15 @@ def _overlap(a: Answers) -> Iterator[Finding]:
     if a.get("disable_overlap_schedule") and a.get("speculative_algorithm") is None and (a.get("pp_size") or 1) == 1:
         cost = "the cards wait in every step while the host takes its tokens and prepares the next one"
         yield warn("overlap of steps", "off", cost, "remove --disable-overlap-schedule")
+
+
+def _offloaded(a: Answers) -> Iterator[Finding]:
+    size = a.get("cpu_offload_gb") or 0
+    if size > 0:
+        cost = "each step copies them over PCIe, and wo_a and the experts are SGLang's own"
+        yield warn(
+            "weights", f"{size:g} GB of them lie in host memory", cost, "remove --cpu-offload-gb; `plan` says what fits"
+        )
 
 
 def _experts(a: Answers) -> Iterator[Finding]:
@@ -474,6 +484,7 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
     *(
         _graphs,
         _overlap,
+        _offloaded,
         _experts,
         _all_reduce,
         _prefill,
