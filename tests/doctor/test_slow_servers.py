@@ -1,8 +1,11 @@
 """doctor on machines where a server runs and is slow: slots, slices, heat, processors, what was left switched on."""
 
 import argparse
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +17,7 @@ from deepseek_v4_sm120.commands.doctor import (
     gpu_checks,
     host_checks,
     nvidia_smi,
+    probe,
     server,
     software_checks,
 )
@@ -369,6 +373,53 @@ def test_a_server_in_shadow_mode_is_slow_and_says_why(tmp_path, own, served, wor
     found.status |= {"settings": {"shadow": own}, "processes": [report(settings={"shadow": served})]}
     told = said(software_checks.checks(found), "shadow mode")
     assert [(one.state, words in one.found) for one in told] == ([(WARN, True)] if words else [])
+
+
+@pytest.mark.parametrize(("size", "is_told"), [("256 MiB", True), ("131072 MiB", False), ("N/A", False)])
+@pytest.mark.parametrize("pair", [{"reported": False, "moved": True}, {"reported": True, "moved": False}])
+def test_a_small_window_is_told_where_peers_fail(tmp_path, size, is_told, pair):
+    found = gathered(tmp_path, with_fields(f"<bar1_memory_usage><total>{size}</total></bar1_memory_usage>", 3))
+    found.probe = {"links": {}, "peers": [{"from": 0, "to": 1, "gbs": 9.0, **pair}]}
+    told = finding(gpu_checks.checks(found), "peer copies").found
+    assert ("BAR1 of GPU 1" in told) is is_told and (not is_told or "is 256 of 97887 MiB" in told)
+    assert "GPU 2" not in told
+
+
+VERDICT = {"transport": "peer", "text": "2 cards sum by way of each other's memory", "remedy": ""}
+
+
+@pytest.mark.parametrize(
+    ("used", "processes", "is_serving", "asked"),
+    [
+        (97000, [], False, [True]),  # nobody is hurt
+        (97887 - 1024, [report(found={"all_reduce": VERDICT})], False, [False]),
+        (97887 - 1023, [report(found={"all_reduce": VERDICT})], False, []),
+        (97887 - 2048, [report()], False, [True]),
+        (97887 - 2047, [report()], False, []),
+        (97887 - 2047, [], True, []),
+    ],
+)
+def test_a_running_servers_memory_is_not_taken_for_trials(tmp_path, monkeypatch, used, processes, is_serving, asked):
+    found = gathered(tmp_path, rtx(**{"<used>0 MiB": f"{used} MiB"}))
+    found.status["processes"], found.is_serving, seen = processes, is_serving, []
+    monkeypatch.setattr(command.probe, "run", lambda python, seconds, with_sums: (seen.append(with_sums), None))
+    _, problem = command._probe(found)
+    assert seen == asked and (problem is None) == bool(asked)
+    assert asked or "not tried beside a running server" in problem
+
+
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_the_probe_is_told_to_leave_the_sums_out(monkeypatch, with_sums, capsys):
+    done = subprocess.CompletedProcess([], 0, '{"links": {}, "peers": []}\n', "")
+    monkeypatch.setattr(probe.subprocess, "run", lambda words, **_: seen.append(words) or done)
+    seen = []
+    probe.run("python", 1.0, with_sums)
+    assert (probe.NO_SUMS in seen[0]) is not with_sums
+    monkeypatch.setattr(probe.sys, "argv", seen[0][2:])
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    for part in ("links", "peers", "sums"):
+        monkeypatch.setattr(probe, part, lambda torch, part=part: part)
+    assert probe.main() == 0 and ('"sums"' in capsys.readouterr().out) is with_sums
 
 
 RIGHT, WRONG = {"problem": None, "us": {"1": 9.0}}, {"problem": "rank 0: wrong sums", "us": {}}

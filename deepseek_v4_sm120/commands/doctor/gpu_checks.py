@@ -265,7 +265,7 @@ def _peers(facts: Facts) -> Iterator[Finding]:
     if lying:
         yield fail(
             "peer copies",
-            f"{named(lying)}: reported as possible, but the data does not arrive",
+            f"{named(lying)}: reported as possible, but the data does not arrive{_small_windows(facts)}",
             "custom all-reduce and NCCL hang or give wrong numbers",
             "NCCL_P2P_DISABLE=1 and DSV4_SM120_SET=all_reduce=host now, our sums then go by host memory (without our "
             "patch: --disable-custom-all-reduce); then BIOS: IOMMU off or pass-through, ACS off",
@@ -280,31 +280,39 @@ def _peers(facts: Facts) -> Iterator[Finding]:
     elif absent:
         yield warn(
             "peer copies",
-            f"{named(absent)}: not possible",
+            f"{named(absent)}: not possible{_small_windows(facts)}",
             "every all-reduce goes through host memory: about 10 us more, 87 times a step",
             "driver and BIOS (Resizable BAR, IOMMU, ACS); `nvidia-smi topo -p2p r` shows the driver's reason",
         )
     elif slow:
         rates = ", ".join(f"{p['from']}->{p['to']} {p['gbs']:.1f} GB/s" for p in slow)
-        yield warn("peer copies", rates, "prefill's all-reduces wait for the link", "see PCIe link, topology and ACS")
+        yield warn(
+            "peer copies",
+            rates + _small_windows(facts),
+            "prefill's all-reduces wait for the link",
+            "see PCIe link, topology and ACS",
+        )
     else:
         yield ok("peer copies", f"{len(pairs)} pairs move data, slowest {min(p['gbs'] for p in pairs):.1f} GB/s")
+
+
+def _small_windows(facts: Facts) -> str:
+    gpus = [gpu for gpu in facts.smi.gpus if gpu.index in facts.used and 0 < (gpu.window or 0) < gpu.memory_total]
+    told = [f"BAR1 of GPU {gpu.index} is {gpu.window} of {gpu.memory_total} MiB" for gpu in gpus]
+    return f"; {', '.join(told)}: Resizable BAR is off, or does not reach so far" if told else ""
 
 
 def _sums(facts: Facts) -> Iterator[Finding]:
     """By a running server's own probe, of several the slowest way; else by ours."""
     name = "sums between the cards"
-    served = [process.get("found") for process in (facts.status or {}).get("processes", [])]
-    served = [one for one in served if isinstance(one, dict)]
-    told = list(filter(_is_verdict, (one.get("all_reduce") for one in served)))
-    told = told or list(filter(_is_verdict, [(facts.probe or {}).get("sums")]))
+    told = verdicts_of_servers(facts) or list(filter(_is_verdict, [(facts.probe or {}).get("sums")]))
     found = min(told, key=lambda one: SLOWEST_FIRST.index(one["transport"]), default=None)
     if found is None:
         yield not_run(
             name, facts.probe_problem or "not tried: fewer than two cards, or no kernels", "run it on the cards"
         )
         return
-    text = found["text"].partition("; to do: ")[0] + next(filter(None, map(_inside, served)), "")
+    text = found["text"].partition("; to do: ")[0] + next(filter(None, map(_inside, _found(facts))), "")
     if found["transport"] is None:
         cost = "SGLang's own sums: NCCL's take 16 to 30 us each, 87 times a step"
         yield warn(name, text, cost, found["remedy"])
@@ -319,6 +327,16 @@ def _sums(facts: Facts) -> Iterator[Finding]:
         yield warn(name, text, cost, found["remedy"])
     else:
         yield ok(name, text)
+
+
+def verdicts_of_servers(facts: Facts) -> list[dict]:
+    """What the probes of running servers found, by their reports."""
+    return [one["all_reduce"] for one in _found(facts) if _is_verdict(one.get("all_reduce"))]
+
+
+def _found(facts: Facts) -> list[dict]:
+    found = [process.get("found") for process in (facts.status or {}).get("processes", [])]
+    return [one for one in found if isinstance(one, dict)]
 
 
 def _are_peers_right(found: dict) -> bool:

@@ -50,6 +50,7 @@ class Gpu:
     processes: tuple[Process, ...] = ()  # that compute; none where a container does not see them
     is_sliced: bool = False  # in MIG mode
     virtual: str | None = None  # Pass-Through, VGPU, ..
+    window: int | None = None  # MiB of its memory that others on the bus can reach at once (BAR1)
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         processes=tuple(_process(one) for one in node.findall("processes/process_info") if "C" in _words(one, "type")),
         is_sliced=_text(node, "mig_mode/current_mig") == "Enabled",
         virtual=_flag(node, "gpu_virtualization_mode/virtualization_mode", "None"),
+        window=_number(node, "bar1_memory_usage/total"),
     )
 
 
