@@ -449,7 +449,9 @@ def test_graphs_for_fewer_requests_than_may_run_are_told(changes, words, flag):
         ({"disable_overlap_schedule": True, "pp_size": 1}, True),
         # where SGLang turns it off by itself
         ({"disable_overlap_schedule": True, "pp_size": 2}, False),
-        ({"disable_overlap_schedule": True, "speculative_algorithm": "EAGLE"}, False),
+        *(({"disable_overlap_schedule": True, "speculative_algorithm": name}, False) for name in ("NGRAM", "OTHER")),
+        ({"disable_overlap_schedule": True, "speculative_algorithm": "EAGLE", "version": "0.5.13"}, False),
+        *(({"disable_overlap_schedule": True, "speculative_algorithm": name}, True) for name in ("nextn", "DSPARK")),
     ],
 )
 def test_steps_that_do_not_overlap_are_told(changes, is_told):
@@ -483,7 +485,29 @@ def test_requests_that_wait_for_slots_are_not_sent_to_fewer_slots(info, metrics,
     assert found_words in told.found and fix_words in told.fix and (told.state == WARN) == bool(fix_words)
 
 
-@pytest.mark.parametrize(("size", "is_told"), [(20, True), (0.5, True), (0, False), (None, False), ("20", False)])
-def test_weights_that_are_copied_in_each_step_are_told(size, is_told):
-    told = found(PLANNED | {"cpu_offload_gb": size}).get("weights")
-    assert (told is not None) is is_told and (told is None or f"{size:g} GB" in told.found)
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"cpu_offload_gb": 20}, "--cpu-offload-gb 20:"),
+        ({"cpu_offload_gb": 0.5}, "--cpu-offload-gb 0.5:"),
+        ({"offload_group_size": 4, "cpu_offload_gb": 0}, "--offload-group-size 4:"),
+        ({"offload_group_size": -1, "cpu_offload_gb": 0}, None),
+        ({"offload_group_size": None, "cpu_offload_gb": "20"}, None),
+    ],
+)
+def test_weights_that_are_copied_in_each_step_are_told(info, words):
+    told = found(PLANNED | info).get("weights")
+    assert (told is not None) is (words is not None) and (told is None or told.found.startswith(words))
+
+
+@pytest.mark.parametrize(
+    ("info", "is_told"),
+    [
+        ({"disable_radix_cache": True}, True),
+        ({"disable_radix_cache": False}, False),
+        ({"disable_radix_cache": True, "disaggregation_mode": "null"}, True),
+        ({"disable_radix_cache": True, "disaggregation_mode": "decode"}, False),  # SGLang's own
+    ],
+)
+def test_a_server_that_reads_every_turn_anew_is_told(info, is_told):
+    assert ("cached prefixes" in found(PLANNED | info)) is is_told

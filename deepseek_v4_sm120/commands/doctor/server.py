@@ -19,6 +19,7 @@ from deepseek_v4_sm120.commands.speculation import (
     ALIASES,
     COMPACT,
     DSPARK,
+    EAGLE,
     MODE_VARIABLE,
     WRONG,
     Speculation,
@@ -30,6 +31,7 @@ from deepseek_v4_sm120.sglang_patches import models_served
 
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
 LEAST_CHUNK = 4096  # rows, of a rank
+OVERLAPPED_DRAFTS_SINCE = (0, 5, 14)
 GRAPHS_BY_PHASE_SINCE = (0, 5, 14)  # --cuda-graph-max-bs was one for both before
 HIGH_FRACTION = 0.95
 DEEP_DRAFTS = 5
@@ -61,6 +63,7 @@ FIELDS = {
     "disable_overlap_schedule": (SWITCH, False),
     "pp_size": (WHOLE, False),
     "cpu_offload_gb": (SHARE, False),
+    "offload_group_size": (WHOLE, False),
     "enable_mixed_chunk": (SWITCH, False),
     "prefill_decode_interval": (WHOLE, False),
     "attention_backend": (WORDS, False),
@@ -254,19 +257,26 @@ def _graphs(a: Answers) -> Iterator[Finding]:
 
 
 def _overlap(a: Answers) -> Iterator[Finding]:
-    """Where SGLang does not turn it off by itself, as for some kinds of speculation and for pipelines."""
-    if a.get("disable_overlap_schedule") and a.get("speculative_algorithm") is None and (a.get("pp_size") or 1) == 1:
+    """Where SGLang does not turn it off by itself, as it does for pipelines, and up to 0.5.13 for speculation."""
+    algorithm = (a.get("speculative_algorithm") or "").upper()
+    is_kept = a.version >= OVERLAPPED_DRAFTS_SINCE and ALIASES.get(algorithm, algorithm) in (EAGLE, DSPARK)
+    if a.get("disable_overlap_schedule") and (a.get("pp_size") or 1) == 1 and (not algorithm or is_kept):
         cost = "the cards wait in every step while the host takes its tokens and prepares the next one"
         yield warn("overlap of steps", "off", cost, "remove --disable-overlap-schedule")
 
 
+def _no_prefixes(a: Answers) -> Iterator[Finding]:
+    if a.get("disable_radix_cache") and a.is_v4 and a.info.get("disaggregation_mode") in (None, "null"):
+        cost = "every turn of a conversation is read anew from its first token"
+        yield warn("cached prefixes", "none are kept", cost, "remove --disable-radix-cache")
+
+
 def _offloaded(a: Answers) -> Iterator[Finding]:
-    size = a.get("cpu_offload_gb") or 0
-    if size > 0:
+    size, group = a.get("cpu_offload_gb") or 0, a.get("offload_group_size") or 0
+    if size > 0 or group > 0:
+        flag = f"--cpu-offload-gb {size:g}" if size > 0 else f"--offload-group-size {group}"
         cost = "each step copies them over PCIe, and wo_a and the experts are SGLang's own"
-        yield warn(
-            "weights", f"{size:g} GB of them lie in host memory", cost, "remove --cpu-offload-gb; `plan` says what fits"
-        )
+        yield warn("weights", f"{flag}: some lie in host memory", cost, "without that flag; `plan` says what fits")
 
 
 def _experts(a: Answers) -> Iterator[Finding]:
@@ -484,6 +494,7 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
     *(
         _graphs,
         _overlap,
+        _no_prefixes,
         _offloaded,
         _experts,
         _all_reduce,
