@@ -26,6 +26,8 @@ from deepseek_v4_sm120.ops.triton.compiles import Compiles
 from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT
 from tests.doctor.test_machine import finding, gathered, rtx, smi
 from tests.doctor.test_server import PLANNED
+from tests.patching.test_wheel_speculation import number
+from tests.patching.wheels import RELEASES, content, every_release, fetch, members
 
 COUNTERS = "clocks_event_reasons_counters"
 VIRTUAL = "<gpu_virtualization_mode><virtualization_mode>{}</virtualization_mode></gpu_virtualization_mode>"
@@ -480,3 +482,29 @@ def test_what_the_driver_says_of_processes_is_read():
     xml = with_fields(f"<processes>{process(9, '/opt/x --key=1', 12, 'C+G')}</processes>", 1)
     (gpu,) = nvidia_smi.read(lambda words: xml if "-x" in words else None).gpus
     assert gpu.processes == (nvidia_smi.Process(9, "/opt/x", 12),)
+
+
+# ---- what is looked at is there in the releases
+
+OF_SPEED = ("disable_overlap_schedule", "disable_radix_cache", "cpu_offload_gb", "offload_group_size", "pp_size")
+BEFORE_PHASES, BY_PHASES = {"cuda_graph_max_bs", "cuda_graph_bs"}, {"cuda_graph_config", "cuda_graph_max_bs_decode"}
+
+
+@every_release()
+def test_the_arguments_that_are_looked_at_are_told_by_every_release(version):
+    wheel = fetch(version)
+    named = "".join(
+        content(wheel, member)
+        for member in members(wheel)
+        if member == "sglang/srt/server_args.py" or "/arg_groups/fields/" in member
+    )
+    told = {name for name in (*OF_SPEED, *BEFORE_PHASES, *BY_PHASES, "disaggregation_mode") if f"    {name}: " in named}
+    is_by_phases = number(version) >= server.GRAPHS_BY_PHASE_SINCE
+    assert told == {*OF_SPEED, "disaggregation_mode", *(BY_PHASES if is_by_phases else BEFORE_PHASES)}
+
+
+def test_the_switches_of_sglangs_are_the_newest_releases():
+    wheel = fetch(RELEASES[-1])
+    sources = content(wheel, "sglang/srt/environ.py") + content(wheel, "sglang/kernels/kernel_api_logging.py")
+    names = [name for name in (*host_checks.VARIABLE_COSTS, *host_checks.MADE_UP) if name.startswith("SGLANG_")]
+    assert len(names) > 5 and [name for name in names if name not in sources] == []
