@@ -263,7 +263,10 @@ def _profile(facts: Facts) -> Iterator[Finding]:
         yield warn("profile", found, "we do not use it; nothing else, unless a server does", "report it with the table")
     elif lost := [name for name, winner in found["winners"].items() if winner != profile.OURS]:
         yield warn(
-            "profile", told, f"SGLang's own {', '.join(lost)} was faster here, and is used", "tell us the figures"
+            "profile",
+            told,
+            f"SGLang's own {', '.join(lost)} was faster here, and is used",
+            "`calibrate` again with nothing else on the cards; where it stays so, tell us the figures",
         )
     else:
         yield ok("profile", told)
