@@ -91,6 +91,11 @@ def test_ports_that_tell_less_than_the_link_has_or_all_are_not_blamed(tmp_path, 
     assert told.state == WARN and "port" not in told.found
 
 
+@pytest.mark.parametrize(("loaded", "at_rest"), [([0, 16], "16x"), ([5, 0], "16x"), ([5, 16], "0x"), ([5, 16], "N/A")])
+def test_a_link_without_lanes_is_not_told_and_ends_nothing(tmp_path, loaded, at_rest):
+    assert link(tmp_path, loaded, width=at_rest).state == NOT_RUN
+
+
 # ---- the card
 
 
@@ -479,9 +484,11 @@ def test_the_words_that_reports_are_searched_for_are_theirs():
 
 
 def test_what_the_driver_says_of_processes_is_read():
-    xml = with_fields(f"<processes>{process(9, '/opt/x --key=1', 12, 'C+G')}</processes>", 1)
+    xml = with_fields(
+        f"<processes>{process(9, '/opt/x --key=1', 12, 'C+G')}{process(4, '[Not Found]', 80000)}</processes>", 1
+    )
     (gpu,) = nvidia_smi.read(lambda words: xml if "-x" in words else None).gpus
-    assert gpu.processes == (nvidia_smi.Process(9, "/opt/x", 12),)
+    assert gpu.processes == (nvidia_smi.Process(9, "/opt/x", 12), nvidia_smi.Process(4, "[Not Found]", 80000))
 
 
 # ---- what is looked at is there in the releases

@@ -152,7 +152,8 @@ def _held_down(node: ElementTree.Element) -> tuple[tuple[str, float], ...]:
 
 
 def _process(node: ElementTree.Element) -> Process:
-    name = one_line(_words(node, "process_name").partition(" ")[0], 60) or "a process"
+    told = _words(node, "process_name")  # with its arguments, or [Not Found], where it is of another container
+    name = one_line(told if told.startswith("[") else told.partition(" ")[0], 60) or "a process"
     return Process(_number(node, "pid"), name, _number(node, "used_memory"))
 
 
