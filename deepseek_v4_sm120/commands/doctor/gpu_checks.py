@@ -122,14 +122,13 @@ def _links(facts: Facts) -> Iterator[Finding]:
     for gpu in facts.smi.gpus:
         name = f"PCIe link of GPU {gpu.index}"
         rest = f"gen {gpu.link_generation[0]} x{gpu.link_width[0]} at rest"
-        if not all((*gpu.link_generation, *gpu.link_width)):
+        if None in gpu.link_generation or None in gpu.link_width:
             yield not_run(name, "the driver does not tell the link (a virtual machine?)")
             continue
         path = paths.get(gpu.bus_id, PciPath(gpu.bus_id))
         told = gpu.link_generation[1], gpu.link_width[1]  # by NVIDIA's words what card and slot can together
         generation_max, width_max = map(max, told, path.card or (0, 0))
-        under_load = loaded.get(str(gpu.index), (0, 0))
-        under_load = under_load if all(under_load) else None  # 0 of a card that is just lost
+        under_load = loaded.get(str(gpu.index))
         if under_load is None:
             generation, width, when = told[0], gpu.link_width[0], "width at rest, generation as announced"
         else:

@@ -72,6 +72,7 @@ MEMORY_FLAGS = {
 # why clocks were held down -> the counter's name, in microseconds
 HELD_DOWN = {"by heat": ("hw_therm_slowdown", "sw_therm_slowdown"), "by the power supply": ("hw_power_brake",)}
 POWER_CAP = "sw_power_cap"
+MOST_LANES = 32  # of PCIe
 NOT_A_SLOWDOWN = ("gpu_idle", "applications_clocks_setting", "sw_power_cap", "display_clocks_setting", "sync_boost")
 
 
@@ -116,10 +117,10 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         memory_total=_number(node, "fb_memory_usage/total") or 0,
         memory_used=_number(node, "fb_memory_usage/used") or 0,
         link_generation=(
-            _number(link, "pcie_gen/current_link_gen"),
-            _greatest(_number(link, "pcie_gen/max_device_link_gen"), _number(link, "pcie_gen/max_link_gen")),
+            _of_link(link, "pcie_gen/current_link_gen"),
+            _greatest(_of_link(link, "pcie_gen/max_device_link_gen"), _of_link(link, "pcie_gen/max_link_gen")),
         ),
-        link_width=(_number(link, "link_widths/current_link_width"), _number(link, "link_widths/max_link_width")),
+        link_width=(_of_link(link, "link_widths/current_link_width"), _of_link(link, "link_widths/max_link_width")),
         power_limit=_number(power, "current_power_limit", float) or _number(power, "power_limit", float),
         power_default=_number(power, "default_power_limit", float),
         power_max=_number(power, "max_power_limit", float),
@@ -204,6 +205,12 @@ def _text(node: ElementTree.Element | None, path: str) -> str | None:
 def _number(node, path: str, kind: type = int):
     match = re.match(r"\d+(\.\d+)?", _text(node, path) or "")
     return kind(float(match[0])) if match else None
+
+
+def _of_link(node, path: str) -> int | None:
+    """A generation or width; of a card that is just lost anything is told."""
+    found = _number(node, path)
+    return found if found is not None and 0 < found <= MOST_LANES else None
 
 
 def _greatest(*values):
