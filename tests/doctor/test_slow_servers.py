@@ -310,6 +310,7 @@ def test_windows_and_sleepy_links_are_told(tmp_path):
         ("SGLANG_SIMULATE_ACC_LEN", "2.5", FAIL),
         ("SGLANG_SIMULATE_ACC_LEN", "-1", OK),
         ("TRITON_INTERPRET", "1", WARN),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "0", WARN),  # torch asks whether it is there
     ],
 )
 def test_switches_for_debugging_are_told_where_they_are_on(tmp_path, variable, value, state):

@@ -31,7 +31,11 @@ VARIABLE_COSTS: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (("1",), "the launches of all streams wait in one queue", UNSET),
     "TORCH_CUDA_SANITIZER": (("1",), "for debugging only", UNSET),
     "TORCH_DISTRIBUTED_DEBUG": (("detail",), "torch compares the ranks before each of its collectives", UNSET),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (None, "each tensor is an allocation of the driver's", UNSET),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
+        ("0", "1"),
+        "by any value, 0 too, each tensor is the driver's allocation",
+        UNSET,
+    ),
     "TRITON_INTERPRET": (None, "Triton's kernels run on the CPU, in Python", UNSET),
     "TRITON_ALWAYS_COMPILE": (None, "Triton's kernels are compiled anew by every process", UNSET),
     "SGLANG_TEST_RETRACT": (None, "SGLang takes requests out of the batch and computes them again, as a test", UNSET),
