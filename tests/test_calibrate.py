@@ -10,6 +10,7 @@ import torch
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.__main__ import main
 from deepseek_v4_sm120.commands.calibrate import command, worker
+from deepseek_v4_sm120.commands.doctor import nvidia_smi
 from deepseek_v4_sm120.ops import index_select as index_op
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops import sparse_decode as op
@@ -17,6 +18,7 @@ from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.specs import index_select, mxfp4_moe, provider, sparse_decode
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
+from tests.doctor.test_machine import rtx, smi
 
 SHAPES = {"tp": 2, "context": 131_072, "concurrency": 8, "quick": True}
 
@@ -287,6 +289,23 @@ def test_no_key_is_in_the_profile_or_on_the_terminal(measured, tmp_path, capsys)
     told = capsys.readouterr()
     assert "HF_TOKEN=***" in out.read_text() and "HF_TOKEN=***" in told.out
     assert "CaNaRy" not in out.read_text() + told.out + told.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"memory_used": 1025}, "in use already: GPU 1 (1025 MiB)"),
+        ({"slowdowns": ("hw_thermal_slowdown",)}, "clocks are held down: GPU 1 (hw_thermal_slowdown)"),
+    ],
+)
+def test_what_changes_the_times_is_told_before_they_are_taken(measured, tmp_path, capsys, monkeypatch, changes, words):
+    gpus = nvidia_smi.read(smi(rtx())).gpus
+    found = SimpleNamespace(gpus=(gpus[0], dataclasses.replace(gpus[1], **changes)))
+    monkeypatch.setattr(command.nvidia_smi, "read", lambda run: found)
+    main(["calibrate", "--out", str(tmp_path / "p.json")])
+    told = capsys.readouterr().err
+    assert (words in told) if words else ("in use" not in told and "held down" not in told)
 
 
 def test_what_was_measured_is_not_lost_with_the_file(measured, tmp_path, capsys, monkeypatch):

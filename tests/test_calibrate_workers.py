@@ -57,6 +57,7 @@ def workers(tmp_path, monkeypatch):
     def prepare(**what):
         template[:] = [WORKER.replace("WHAT", repr(what)).replace("MARK", worker.MARK)]
         monkeypatch.setattr(command.subprocess, "Popen", popen)
+        monkeypatch.setattr(command.nvidia_smi, "read", lambda run: SimpleNamespace(gpus=()))
         return started
 
     return prepare

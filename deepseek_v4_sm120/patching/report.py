@@ -71,6 +71,8 @@ def summary(engine) -> str:
     parts = [f"deepseek_v4_sm120 {our_version()} pid {os.getpid()}: {engine.host} {engine.version}"]
     if engine.settings.force:
         parts.append(f"VALIDATION MODE {engine.settings.force}")
+    if engine.settings.shadow:
+        parts.append(f"SHADOW MODE {engine.settings.shadow}: each call runs ours and SGLang's")
     parts += [f"{state.lower()} {', '.join(found)}" for state, found in names.items() if found]
     parts += [f"UNREVIEWED {', '.join(unreviewed)}"] if unreviewed else []
     return "; ".join(parts)

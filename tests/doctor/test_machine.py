@@ -325,7 +325,7 @@ def test_variables_of_a_running_server_are_read_where_one_may(tmp_path):
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_takes_long_is_announced(tmp_path, monkeypatch, capsys, quick):
-    def told_before(python, seconds):
+    def told_before(python, seconds, with_sums):
         assert "copies between cards and host, 150 s at most" in capsys.readouterr().err and not quick
         return None, "not here"
 

@@ -411,3 +411,103 @@ def test_nobody_there():
         server.ask("127.0.0.1:30000")
     with pytest.raises(CommandError, match="without /v1 at its end"):
         server.ask("http://127.0.0.1:30000/v1/")
+
+
+def decode(**fields):
+    return {"cuda_graph_config": {"decode": {"backend": "full", **fields}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "flag"),
+    [
+        (decode(max_bs=4, bs=[1, 2, 4]), "up to 4 requests, of 8", "--cuda-graph-max-bs-decode 8"),
+        (decode(max_bs=8, bs=[1, 2, 4, 8]), None, None),
+        (decode(max_bs=256, bs=[1, 2]), "up to 2 requests", "--cuda-graph-max-bs-decode 8"),
+        (decode(max_bs=2), "up to 2 requests", "--cuda-graph-max-bs-decode 8"),
+        (decode(max_bs=2, bs=[]), "up to 2 requests", "--cuda-graph-max-bs-decode 8"),
+        (decode(), None, None),
+        (decode(max_bs="many", bs="1"), None, None),
+        (decode(bs=[None, "x", -1]), None, None),
+        ({"cuda_graph_max_bs": 4, "version": "0.5.13"}, "up to 4 requests", "--cuda-graph-max-bs 8"),
+        ({"cuda_graph_bs": [1, 2], "cuda_graph_max_bs": 8, "version": "0.5.13"}, "up to 2", "--cuda-graph-max-bs 8"),
+        # each rank runs its share
+        ({**decode(bs=[1, 2]), "enable_dp_attention": True, "dp_size": 4, "chunked_prefill_size": 4096}, None, None),
+    ],
+)
+def test_graphs_for_fewer_requests_than_may_run_are_told(changes, words, flag):
+    told = found(PLANNED | changes).get("CUDA graphs")
+    assert (told is not None) is (words is not None)
+    if told:
+        assert told.state == WARN and words in told.found and told.fix.startswith(f"{flag},")
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({"disable_overlap_schedule": True}, True),
+        ({"disable_overlap_schedule": False}, False),
+        ({"disable_overlap_schedule": True, "pp_size": 1}, True),
+        # where SGLang turns it off by itself
+        ({"disable_overlap_schedule": True, "pp_size": 2}, False),
+        *(({"disable_overlap_schedule": True, "speculative_algorithm": name}, False) for name in ("NGRAM", "OTHER")),
+        ({"disable_overlap_schedule": True, "speculative_algorithm": "EAGLE", "version": "0.5.13"}, False),
+        *(({"disable_overlap_schedule": True, "speculative_algorithm": name}, True) for name in ("nextn", "DSPARK")),
+    ],
+)
+def test_steps_that_do_not_overlap_are_told(changes, is_told):
+    told = found(PLANNED | changes).get("overlap of steps")
+    assert (told is not None) is is_told and (told is None or told.fix == "remove --disable-overlap-schedule")
+
+
+@pytest.mark.parametrize(("chunk", "is_told"), [(512, True), (1023, True), (1024, False), (4096, False)])
+def test_chunks_that_no_plan_would_make_are_told(chunk, is_told):
+    told = found(PLANNED | {"chunked_prefill_size": chunk}).get("prefill chunk")
+    assert (told is not None) is is_told and (told is None or f"{chunk} tokens" in told.found)
+
+
+LOAD = {"token_usage": 0.2, "num_queue_reqs": 5.0, "num_running_reqs": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("info", "metrics", "found_words", "fix_words"),
+    [
+        ({}, {}, "all 8 request slots are taken", "more --max-running-requests"),
+        ({}, {"num_running_reqs": 7.0}, "5 requests wait while the KV cache is 20% full", "ask again"),
+        ({"max_running_requests": None}, {}, "5 requests wait", "ask again"),
+        ({"enable_dp_attention": True, "dp_size": 2}, {"num_running_reqs": 4.0}, "all 8", "more --max-running"),
+        ({}, {"token_usage": 0.97}, "97% full", "fewer --max-running-requests"),
+        ({"mem_fraction_static": 0.6}, {"token_usage": 0.97}, "0.6 leaves it little", "a larger --mem-fraction-static"),
+        ({"mem_fraction_static": 0.6}, {"num_queue_reqs": 0.0}, "20% full, 0 waiting", ""),
+    ],
+)
+def test_requests_that_wait_for_slots_are_not_sent_to_fewer_slots(info, metrics, found_words, fix_words):
+    told = found(PLANNED | info, LOAD | metrics)["load"]
+    assert found_words in told.found and fix_words in told.fix and (told.state == WARN) == bool(fix_words)
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"cpu_offload_gb": 20}, "--cpu-offload-gb 20:"),
+        ({"cpu_offload_gb": 0.5}, "--cpu-offload-gb 0.5:"),
+        ({"offload_group_size": 4, "cpu_offload_gb": 0}, "--offload-group-size 4:"),
+        ({"offload_group_size": -1, "cpu_offload_gb": 0}, None),
+        ({"offload_group_size": None, "cpu_offload_gb": "20"}, None),
+    ],
+)
+def test_weights_that_are_copied_in_each_step_are_told(info, words):
+    told = found(PLANNED | info).get("weights")
+    assert (told is not None) is (words is not None) and (told is None or told.found.startswith(words))
+
+
+@pytest.mark.parametrize(
+    ("info", "is_told"),
+    [
+        ({"disable_radix_cache": True}, True),
+        ({"disable_radix_cache": False}, False),
+        ({"disable_radix_cache": True, "disaggregation_mode": "null"}, True),
+        ({"disable_radix_cache": True, "disaggregation_mode": "decode"}, False),  # SGLang's own
+    ],
+)
+def test_a_server_that_reads_every_turn_anew_is_told(info, is_told):
+    assert ("cached prefixes" in found(PLANNED | info)) is is_told

@@ -143,6 +143,13 @@ def test_review(host, version, function, review):
     assert ("UNREVIEWED job" in report.summary(engine)) == review.startswith("UNREVIEWED")
 
 
+@pytest.mark.parametrize("shadow", [None, "1", "ours"])
+def test_a_log_says_that_both_run(host, shadow):
+    host({})
+    told = report.summary(make(settings=Settings(shadow=shadow)))
+    assert (f"SHADOW MODE {shadow}" in told) is (shadow is not None) and ("SHADOW" in told) is (shadow is not None)
+
+
 @pytest.mark.parametrize(("changes", "words"), BROKEN_HOSTS)
 def test_a_broken_contract_is_told_in_one_line_and_stops_no_import(host, said, gpu, changes, words):
     host(changes)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.calibrate import worker
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.disclosure import redacted
-from deepseek_v4_sm120.commands.doctor import facts
+from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
+from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
@@ -80,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     device, cards = _device()
     if facts.is_container(root := Path("/")) and not facts.is_mounted(root, out.resolve()):
         console.say(f"calibrate: {out} is lost with this container; --out a file in a mounted folder stays", sys.stderr)
+    for text in disturbances(nvidia_smi.read(facts.run_command).gpus):
+        console.say(f"calibrate: {text}", sys.stderr)
     clock = Clock(arguments.limit_s)
     shapes = {
         "tp": arguments.gpus,
@@ -102,6 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show(found, out)
     return int(any(name.startswith(OURS) for one in operators.values() for name in one["wrong"]))
+
+
+def disturbances(gpus: Sequence[nvidia_smi.Gpu]) -> list[str]:
+    """What on the machine's cards would change the times, so that a server leaves out what is faster."""
+    busy = [f"GPU {gpu.index} ({gpu.memory_used} MiB)" for gpu in gpus if gpu.memory_used > IDLE_MEMORY_MIB]
+    slow = [f"GPU {gpu.index} ({', '.join(gpu.slowdowns)})" for gpu in gpus if gpu.slowdowns]
+    found = [f"in use already: {', '.join(busy)}; beside another process times are of both: stop it"] if busy else []
+    return found + ([f"clocks are held down: {', '.join(slow)}: `doctor` says what helps"] if slow else [])
 
 
 def check_out(given: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.doctor import (
+    cpu_checks,
     facts,
     gpu_checks,
     gpu_health,
@@ -22,6 +23,7 @@ from deepseek_v4_sm120.commands.doctor import (
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, Finding
 
 PROBE_SECONDS = 150.0
+PROBE_MIB = 1024  # of each card: a CUDA context and buffers; the sums take another one
 API_KEY = "SGLANG_API_KEY"  # a variable of ours for a key of theirs: SGLang itself takes --api-key
 
 
@@ -40,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:  # first: a dead server is told at once
         answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))
     found = facts.gather(Path("/"), os.environ)
+    found.is_serving = answers is not None
     if arguments.quick:
         found.probe_problem = "not tried: --quick"
     elif found.smi.gpus:
-        console.say(f"doctor: copies between cards and host, {PROBE_SECONDS:.0f} s at most (--quick: none)", sys.stderr)
-        found.probe, found.probe_problem = probe.run(facts.python(), PROBE_SECONDS)
+        found.probe, found.probe_problem = _probe(found)
     findings = examine(found)
     if answers is not None:
         variables = next(iter(found.server_environ.values()), None)
@@ -56,6 +58,18 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(f.state == FAIL for f in findings))
 
 
+def _probe(found: facts.Facts) -> tuple[dict | None, str | None]:
+    """Beside a running server only what fits, and not the sums that its own probe has tried: what it lacks ends it."""
+    with_sums = not gpu_checks.verdicts_of_servers(found)
+    if found.is_serving or (found.status or {}).get("processes"):
+        wanted = PROBE_MIB * (1 + with_sums)
+        free = min((gpu.memory_total - gpu.memory_used for gpu in found.smi.gpus if gpu.memory_total), default=wanted)
+        if free < wanted:
+            return None, f"not tried beside a running server: it may take {wanted} MiB of a card, which has {free} free"
+    console.say(f"doctor: copies between cards and host, {PROBE_SECONDS:.0f} s at most (--quick: none)", sys.stderr)
+    return probe.run(facts.python(), PROBE_SECONDS, with_sums)
+
+
 def applied(found: facts.Facts) -> frozenset[str] | None:
     """Patches that running processes report as applied; None where there are no reports."""
     processes = (found.status or {}).get("processes", [])
@@ -65,7 +79,9 @@ def applied(found: facts.Facts) -> frozenset[str] | None:
 
 def examine(found: facts.Facts) -> list[Finding]:
     """All findings about this machine."""
-    return [f for module in (gpu_checks, gpu_health, host_checks, software_checks) for f in module.checks(found)]
+    return [
+        f for module in (gpu_checks, gpu_health, cpu_checks, host_checks, software_checks) for f in module.checks(found)
+    ]
 
 
 def show(findings: list[Finding]) -> None:

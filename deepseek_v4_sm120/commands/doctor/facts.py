@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from deepseek_v4_sm120 import patching
-from deepseek_v4_sm120.commands.doctor import nvidia_smi, pci
+from deepseek_v4_sm120.commands.doctor import cpus, nvidia_smi, pci
 from deepseek_v4_sm120.patching import lifetime
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
@@ -46,6 +46,8 @@ class Facts:
     pci: list[pci.PciPath] = field(default_factory=list)
     iommu_groups: int = 0
     xids: dict[str, tuple[int, ...]] | None = None  # of the kernel's log; None: not readable
+    aspm: str = ""  # the kernel's policy of links that sleep; "": not told
+    cpus: cpus.Cpus = field(default_factory=cpus.Cpus)
     environ: Mapping[str, str] = field(default_factory=dict)
     server_environ: dict[int, dict[str, str]] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -62,6 +64,16 @@ class Facts:
     status_problem: str | None = None
     probe: dict | None = None
     probe_problem: str | None = None
+    is_serving: bool = False  # a server answered: --url
+
+    @property
+    def used(self) -> set[int]:
+        """nvidia-smi's numbers of the cards that torch sees, which CUDA_VISIBLE_DEVICES decides; all where the probe
+        does not tell."""
+        probe = self.probe or {}
+        ends = {pair[end] for pair in probe.get("peers") or () for end in ("from", "to")}
+        seen = ends | {int(number) for number in probe.get("links") or ()}
+        return seen or {gpu.index for gpu in self.smi.gpus}
 
 
 def run_command(command: list[str], timeout_s: float = 20) -> str | None:
@@ -83,6 +95,7 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
         smi=smi,
         pci=[pci.read_path(root / "sys", gpu.bus_id) for gpu in smi.gpus],
         iommu_groups=pci.iommu_groups(root / "sys"),
+        aspm=pci.aspm_policy(root / "sys"),
         xids=nvidia_smi.read_xids(run(["dmesg"])),
         environ=dict(environ),
         shm_bytes=_size(root / "dev/shm"),
@@ -98,6 +111,7 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
     found.status, found.status_problem = _status()
     processes = (found.status or {}).get("processes", [])
     pids = [process["pid"] for process in processes if not lifetime.is_elsewhere(process)]
+    found.cpus = cpus.read(root, pids)
     found.server_environ = {pid: e for pid in pids if (e := _environ_of(root, pid)) is not None}
     return found
 

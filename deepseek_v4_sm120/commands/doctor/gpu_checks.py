@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import ge
 
 from deepseek_v4_sm120.commands.doctor.facts import Facts
 from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
+from deepseek_v4_sm120.commands.doctor.pci import PciPath
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.sglang_patches.device_gate import SM120_MAJOR
 
 # CUDA major of the build -> oldest driver branch that loads its cubins (NVIDIA's compatibility table)
 OLDEST_DRIVER = {"12": (575, 51), "13": (580, 0)}
 FULL_LINK = (5, 16)
+LINK_FIX = "another slot or riser; BIOS: no x8/x8 bifurcation, link speed Gen 5; disable ASPM"
 BOARD_WATTS = 600  # Workstation and Server Edition; Max-Q is a 300 W card
 LEAST_PEER_GBS = 20.0  # PCIe 5.0 x16 moves about 50 GB/s one way, 4.0 half
 IDLE_MEMORY_MIB = 1024
+LEAST_HELD_DOWN_S = 10.0  # by heat or the supply; what the limit of power does is no fault
+VIRTUAL_GPU, PASSED_THROUGH = "VGPU", "Pass-Through"  # nvidia-smi's words
+# how SGLang's processes call themselves, and what nvidia-smi says of those of which it sees the number alone
+SGLANGS = "sglang::"
+NOT_OTHERS = (SGLANGS, "[")
 SLOWEST_FIRST = (None, "host", "peer")  # ways of our sums; None: SGLang's own
 
 
@@ -24,6 +32,7 @@ def checks(facts: Facts) -> Iterator[Finding]:
         yield not_run("GPU", facts.smi.problem or "no GPU")
         return
     yield from _architecture(facts)
+    yield from _slices(facts)
     yield from _driver(facts)
     yield from _links(facts)
     yield from _power(facts)
@@ -57,6 +66,20 @@ def _architecture(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield ok("GPU", f"{len(gpus)} x {names}")
+
+
+def _slices(facts: Facts) -> Iterator[Finding]:
+    """Cards of which a server has a part."""
+    for gpu in facts.smi.gpus:
+        if gpu.is_sliced:
+            cost = "a server sees one slice: a part of the memory and of the multiprocessors, and no peer beside it"
+            yield warn(f"MIG of GPU {gpu.index}", "enabled", cost, f"nvidia-smi -i {gpu.index} -mig 0, as root")
+        elif gpu.virtual == VIRTUAL_GPU:
+            found, cost = (
+                "a virtual GPU (vGPU)",
+                "its memory and time are what the host gives it, which nothing here tells",
+            )
+            yield warn(f"GPU {gpu.index}", found, cost, "pass the whole card through to this machine")
 
 
 def _driver(facts: Facts) -> Iterator[Finding]:
@@ -95,35 +118,41 @@ def _driver(facts: Facts) -> Iterator[Finding]:
 
 def _links(facts: Facts) -> Iterator[Finding]:
     loaded = (facts.probe or {}).get("links") or {}
+    paths = {path.bus_id: path for path in facts.pci}
     for gpu in facts.smi.gpus:
         name = f"PCIe link of GPU {gpu.index}"
-        generation_max, width_max = gpu.link_generation[1], gpu.link_width[1]
         rest = f"gen {gpu.link_generation[0]} x{gpu.link_width[0]} at rest"
         if None in gpu.link_generation or None in gpu.link_width:
             yield not_run(name, "the driver does not tell the link (a virtual machine?)")
             continue
+        path = paths.get(gpu.bus_id, PciPath(gpu.bus_id))
+        told = gpu.link_generation[1], gpu.link_width[1]  # by NVIDIA's words what card and slot can together
+        generation_max, width_max = map(max, told, path.card or (0, 0))
         under_load = loaded.get(str(gpu.index))
         if under_load is None:
-            generation, width, when = generation_max, gpu.link_width[0], "width at rest, generation as announced"
+            generation, width, when = told[0], gpu.link_width[0], "width at rest, generation as announced"
         else:
             (generation, width), when = under_load, f"under load ({rest})"
-        found = f"gen {generation} x{width} {when}; the card can gen {generation_max} x{width_max}"
-        if width < (width_max or 0) or generation < (generation_max or 0):
-            share = width * 2 ** (generation or 0) / ((width_max or 1) * 2 ** (generation_max or 0))
-            yield warn(
-                name,
-                found,
-                f"{share:.0%} of the link: prefill's all-reduces (87 of 8 KB a token) take {1 / share:.0f}x the time",
-                "another slot or riser; BIOS: no x8/x8 bifurcation, link speed Gen 5; disable ASPM",
-            )
-        elif (generation_max or 0, width_max or 0) < FULL_LINK:
-            yield warn(
-                name, found, "half of a gen 5 link or less; published prefill is with gen 5 x16", "none, the card"
-            )
+        whose = "the card" if path.card else "card and slot, as far as the driver tells,"
+        found = f"gen {generation} x{width} {when}; {whose} can gen {generation_max} x{width_max}"
+        if width < width_max or generation < generation_max:
+            share = width * 2**generation / (width_max * 2**generation_max)
+            cost = f"{share:.0%} of the link: prefill's all-reduces (87 of 8 KB a token) take {1 / share:.0f}x the time"
+            yield warn(name, found + _of_port(path, (generation, width), (generation_max, width_max)), cost, LINK_FIX)
+        elif generation_max < FULL_LINK[0] or width_max < FULL_LINK[1]:
+            cost = "half of a gen 5 link or less; published prefill is with gen 5 x16"
+            yield warn(name, found, cost, "none, the card" if path.card else f"where the card can more, {LINK_FIX}")
         elif under_load is None:
             yield not_run(name, f"{found}; not tried under load", "run it where torch sees the GPUs, not --quick")
         else:
             yield ok(name, found)
+
+
+def _of_port(path: PciPath, link: tuple[int, int], card: tuple[int, int]) -> str:
+    """Where it is the slot's own port that can less than the card. A virtual machine's may tell less than the link."""
+    port = path.port or card
+    is_less = port[0] < card[0] or port[1] < card[1]
+    return f", the port above it gen {port[0]} x{port[1]}" if is_less and all(map(ge, port, link)) else ""
 
 
 def _power(facts: Facts) -> Iterator[Finding]:
@@ -138,6 +167,14 @@ def _power(facts: Facts) -> Iterator[Finding]:
                 "speed falls with the clock, prefill first",
                 "cooling and power supply; nvidia-smi -q -d PERFORMANCE shows the reason while it serves",
             )
+        elif held := [f"{seconds:,.0f} s {why}" for why, seconds in gpu.held_down if seconds >= LEAST_HELD_DOWN_S]:
+            yield warn(
+                name,
+                f"clocks were held down for {', '.join(held)} since the driver was loaded",
+                "speed falls with the clock, prefill first",
+                "cooling, room between the cards, power cables and supply; again while it serves: "
+                "nvidia-smi -q -d PERFORMANCE",
+            )
         elif gpu.power_default and gpu.power_limit < gpu.power_default:
             yield warn(
                 name,
@@ -147,13 +184,19 @@ def _power(facts: Facts) -> Iterator[Finding]:
             )
         else:
             ceiling = f", of {BOARD_WATTS} W boards' published figures" if gpu.power_limit < BOARD_WATTS else ""
-            yield ok(name, f"limit {gpu.power_limit:.0f} W{ceiling}; up to {gpu.clock_max} MHz")
+            clock = f"; up to {gpu.clock_max} MHz" if gpu.clock_max else ""
+            yield ok(name, f"limit {gpu.power_limit:.0f} W{ceiling}{clock}")
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
-    serving = bool((facts.status or {}).get("processes"))
+    reports = (facts.status or {}).get("processes", [])
+    serving = facts.is_serving or bool(reports)
+    ours = {process.get("pid") for process in reports}
     for gpu in facts.smi.gpus:
         name = f"memory of GPU {gpu.index}"
+        large = [p for p in gpu.processes if (p.memory or 0) > IDLE_MEMORY_MIB]
+        others = [p for p in large if p.pid not in ours and not p.name.startswith(NOT_OTHERS)]
+        is_ours = any(p.pid in ours or p.name.startswith(SGLANGS) for p in gpu.processes)
         found = f"{gpu.memory_used} of {gpu.memory_total} MiB in use"
         free = gpu.memory_total - gpu.memory_used
         if not gpu.memory_total:
@@ -168,18 +211,25 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         elif not serving and gpu.memory_used > IDLE_MEMORY_MIB:
             yield warn(
                 name,
-                found,
+                "; ".join([found, *map(str, large)]),
                 "SGLang takes its fraction of what is free at its start, so the KV cache shrinks by as much",
-                "stop the other processes (nvidia-smi lists them), or give the server other cards",
+                "stop the other processes (nvidia-smi lists them), or give the server other cards; where it is a "
+                "server's own: doctor --url <its address>",
+            )
+        elif others and serving and is_ours:
+            cost = "what it computes makes the server's steps wait, those of all ranks"
+            yield warn(
+                name, f"beside the server {'; '.join(map(str, others))}", cost, "stop it, or give it another card"
             )
         else:
             yield ok(name, found)
 
 
 def _topology(facts: Facts) -> Iterator[Finding]:
-    kinds = facts.smi.topology
-    if not kinds:
+    kinds = {pair: kind for pair, kind in facts.smi.topology.items() if facts.used.issuperset(pair)}
+    if not facts.smi.topology:
         yield not_run("topology", "nvidia-smi topo -m does not tell (a virtual machine?)")
+    if not kinds:
         return
     words = ", ".join(f"{i}-{j} {kind}" for (i, j), kind in sorted(kinds.items()))
     if all(kind in ("PIX", "PXB") or kind.startswith("NV") for kind in kinds.values()):
@@ -187,9 +237,9 @@ def _topology(facts: Facts) -> Iterator[Finding]:
     elif any(kind == "SYS" for kind in kinds.values()):
         yield warn(
             "topology",
-            f"{words}: some pairs cross the link between CPU sockets",
+            f"{words}: some pairs cross the link between NUMA nodes",
             "peer copies are slow there or not possible; all-reduce is in every layer twice",
-            "put the cards on one socket, or choose cards of one with CUDA_VISIBLE_DEVICES",
+            "cards at one node: on one socket (BIOS: NPS1 where that is several), by slot or by CUDA_VISIBLE_DEVICES",
         )
     else:
         yield warn(
@@ -216,7 +266,7 @@ def _peers(facts: Facts) -> Iterator[Finding]:
     if lying:
         yield fail(
             "peer copies",
-            f"{named(lying)}: reported as possible, but the data does not arrive",
+            f"{named(lying)}: reported as possible, but the data does not arrive{_small_windows(facts)}",
             "custom all-reduce and NCCL hang or give wrong numbers",
             "NCCL_P2P_DISABLE=1 and DSV4_SM120_SET=all_reduce=host now, our sums then go by host memory (without our "
             "patch: --disable-custom-all-reduce); then BIOS: IOMMU off or pass-through, ACS off",
@@ -231,39 +281,69 @@ def _peers(facts: Facts) -> Iterator[Finding]:
     elif absent:
         yield warn(
             "peer copies",
-            f"{named(absent)}: not possible",
+            f"{named(absent)}: not possible{_small_windows(facts)}",
             "every all-reduce goes through host memory: about 10 us more, 87 times a step",
             "driver and BIOS (Resizable BAR, IOMMU, ACS); `nvidia-smi topo -p2p r` shows the driver's reason",
         )
     elif slow:
         rates = ", ".join(f"{p['from']}->{p['to']} {p['gbs']:.1f} GB/s" for p in slow)
-        yield warn("peer copies", rates, "prefill's all-reduces wait for the link", "see PCIe link, topology and ACS")
+        yield warn(
+            "peer copies",
+            rates + _small_windows(facts),
+            "prefill's all-reduces wait for the link",
+            "see PCIe link, topology and ACS",
+        )
     else:
         yield ok("peer copies", f"{len(pairs)} pairs move data, slowest {min(p['gbs'] for p in pairs):.1f} GB/s")
+
+
+def _small_windows(facts: Facts) -> str:
+    gpus = [gpu for gpu in facts.smi.gpus if gpu.index in facts.used and 0 < (gpu.window or 0) < gpu.memory_total]
+    told = [f"BAR1 of GPU {gpu.index} is {gpu.window} of {gpu.memory_total} MiB" for gpu in gpus]
+    return f"; {', '.join(told)}: Resizable BAR is off, or does not reach so far" if told else ""
 
 
 def _sums(facts: Facts) -> Iterator[Finding]:
     """By a running server's own probe, of several the slowest way; else by ours."""
     name = "sums between the cards"
-    served = [process.get("found") for process in (facts.status or {}).get("processes", [])]
-    served = [one for one in served if isinstance(one, dict)]
-    told = list(filter(_is_verdict, (one.get("all_reduce") for one in served)))
-    told = told or list(filter(_is_verdict, [(facts.probe or {}).get("sums")]))
+    told = verdicts_of_servers(facts) or list(filter(_is_verdict, [(facts.probe or {}).get("sums")]))
     found = min(told, key=lambda one: SLOWEST_FIRST.index(one["transport"]), default=None)
     if found is None:
         yield not_run(
             name, facts.probe_problem or "not tried: fewer than two cards, or no kernels", "run it on the cards"
         )
         return
-    text = found["text"].partition("; to do: ")[0] + next(filter(None, map(_inside, served)), "")
+    text = found["text"].partition("; to do: ")[0] + next(filter(None, map(_inside, _found(facts))), "")
     if found["transport"] is None:
         cost = "SGLang's own sums: NCCL's take 16 to 30 us each, 87 times a step"
         yield warn(name, text, cost, found["remedy"])
+    elif found["transport"] == "host" and found.get("is_chosen") is True:
+        cost = "through host memory a sum takes several us more than between peers, 87 times a step"
+        yield warn(name, text, cost, "without all_reduce=host in DSV4_SM120_SET, where `peer copies` can be trusted")
+    elif found["transport"] == "host" and _are_peers_right(found):
+        cost = "peers give the right sums here, and later yet: what passes between these cards goes a slow way"
+        yield warn(name, text, cost, "see PCIe link, topology, and ACS and IOMMU")
     elif found["transport"] == "host":
         cost = "through host memory a sum takes several us more, 87 times a step"
         yield warn(name, text, cost, found["remedy"])
     else:
         yield ok(name, text)
+
+
+def verdicts_of_servers(facts: Facts) -> list[dict]:
+    """What the probes of running servers found, by their reports."""
+    return [one["all_reduce"] for one in _found(facts) if _is_verdict(one.get("all_reduce"))]
+
+
+def _found(facts: Facts) -> list[dict]:
+    found = [process.get("found") for process in (facts.status or {}).get("processes", [])]
+    return [one for one in found if isinstance(one, dict)]
+
+
+def _are_peers_right(found: dict) -> bool:
+    ways = found.get("ways")
+    way = ways.get("peer") if isinstance(ways, dict) else None
+    return isinstance(way, dict) and "problem" in way and way["problem"] is None
 
 
 def _inside(found: dict) -> str:
@@ -286,6 +366,9 @@ def _redirection(facts: Facts) -> Iterator[Finding]:
     groups = f"IOMMU on ({facts.iommu_groups} groups)" if facts.iommu_groups else "IOMMU off or not visible"
     if not visible:
         yield not_run("ACS and IOMMU", "/sys does not show the GPUs' bridges")
+    elif not redirecting and any(gpu.virtual == PASSED_THROUGH for gpu in facts.smi.gpus):
+        found = "the cards are passed through to a virtual machine: their bridges are the host's, and not seen here"
+        yield not_run("ACS and IOMMU", found, "run doctor as root on the host; `peer copies` says what arrives")
     elif redirecting:
         yield warn(
             "ACS and IOMMU",

@@ -13,6 +13,18 @@ Run = Callable[[list[str]], str | None]  # what a command says, None when it is 
 
 
 @dataclass(frozen=True)
+class Process:
+    """One that computes on a GPU; its memory in MiB, None where that is not told."""
+
+    pid: int | None
+    name: str
+    memory: int | None
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid}) has {self.memory} MiB"
+
+
+@dataclass(frozen=True)
 class Gpu:
     """One GPU. Memory in MiB, power in W, clocks in MHz; link generation and width as (current, maximum)."""
 
@@ -34,6 +46,11 @@ class Gpu:
     memory_faults: tuple[str, ...] = ()
     replays: int | None = None  # packets that the link sent again, since the last reset
     uuid: str | None = None  # GPU-..
+    held_down: tuple[tuple[str, float], ...] = ()  # (what held the clocks down, seconds) since the driver was loaded
+    processes: tuple[Process, ...] = ()  # that compute; none where a container does not see them
+    is_sliced: bool = False  # in MIG mode
+    virtual: str | None = None  # Pass-Through, VGPU, ..
+    window: int | None = None  # MiB of its memory that others on the bus can reach at once (BAR1)
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,10 @@ MEMORY_FLAGS = {
     "remapped_rows/remapped_row_failure": "rows could not be replaced",
     "ecc_errors/unrepairable_memory": "memory that cannot be repaired",
 }
+# why clocks were held down -> the counter's name, in microseconds
+HELD_DOWN = {"by heat": ("hw_therm_slowdown", "sw_therm_slowdown"), "by the power supply": ("hw_power_brake",)}
+POWER_CAP = "sw_power_cap"
+MOST_LANES = 32  # of PCIe
 NOT_A_SLOWDOWN = ("gpu_idle", "applications_clocks_setting", "sw_power_cap", "display_clocks_setting", "sync_boost")
 
 
@@ -96,10 +117,10 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         memory_total=_number(node, "fb_memory_usage/total") or 0,
         memory_used=_number(node, "fb_memory_usage/used") or 0,
         link_generation=(
-            _number(link, "pcie_gen/current_link_gen"),
-            _greatest(_number(link, "pcie_gen/max_device_link_gen"), _number(link, "pcie_gen/max_link_gen")),
+            _of_link(link, "pcie_gen/current_link_gen"),
+            _greatest(_of_link(link, "pcie_gen/max_device_link_gen"), _of_link(link, "pcie_gen/max_link_gen")),
         ),
-        link_width=(_number(link, "link_widths/current_link_width"), _number(link, "link_widths/max_link_width")),
+        link_width=(_of_link(link, "link_widths/current_link_width"), _of_link(link, "link_widths/max_link_width")),
         power_limit=_number(power, "current_power_limit", float) or _number(power, "power_limit", float),
         power_default=_number(power, "default_power_limit", float),
         power_max=_number(power, "max_power_limit", float),
@@ -111,7 +132,34 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         memory_faults=_memory_faults(node),
         replays=_number(node, "pci/replay_counter"),
         uuid=_text(node, "uuid"),
+        held_down=_held_down(node),
+        processes=tuple(_process(one) for one in node.findall("processes/process_info") if "C" in _words(one, "type")),
+        is_sliced=_text(node, "mig_mode/current_mig") == "Enabled",
+        virtual=_flag(node, "gpu_virtualization_mode/virtualization_mode", "None"),
+        window=_number(node, "bar1_memory_usage/total"),
     )
+
+
+def _held_down(node: ElementTree.Element) -> tuple[tuple[str, float], ...]:
+    """Drivers without the counters tell none. Some tell one number for heat and for the limit of power: not heat."""
+    prefix = "clocks_event_reasons_counters"
+
+    def counted(name: str) -> int:
+        return _number(node, f"{prefix}/{prefix}_{name}") or 0
+
+    by_power = counted(POWER_CAP)
+    found = {why: max((n for n in map(counted, names) if n != by_power), default=0) for why, names in HELD_DOWN.items()}
+    return tuple((why, microseconds / 1e6) for why, microseconds in found.items() if microseconds)
+
+
+def _process(node: ElementTree.Element) -> Process:
+    told = _words(node, "process_name")  # with its arguments, or [Not Found], where it is of another container
+    name = one_line(told if told.startswith("[") else told.partition(" ")[0], 60) or "a process"
+    return Process(_number(node, "pid"), name, _number(node, "used_memory"))
+
+
+def _words(node: ElementTree.Element, path: str) -> str:
+    return _text(node, path) or ""
 
 
 def _flag(node: ElementTree.Element, path: str, fine: str) -> str | None:
@@ -157,6 +205,12 @@ def _text(node: ElementTree.Element | None, path: str) -> str | None:
 def _number(node, path: str, kind: type = int):
     match = re.match(r"\d+(\.\d+)?", _text(node, path) or "")
     return kind(float(match[0])) if match else None
+
+
+def _of_link(node, path: str) -> int | None:
+    """A generation or width; of a card that is just lost anything is told."""
+    found = _number(node, path)
+    return found if found is not None and 0 < found <= MOST_LANES else None
 
 
 def _greatest(*values):

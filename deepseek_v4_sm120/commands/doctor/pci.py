@@ -1,7 +1,8 @@
-"""What /sys says of the PCI bridges above each GPU: access control services, IOMMU, common switches."""
+"""What /sys says of each GPU's link and node, and of the bridges above it: access control services, IOMMU."""
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +10,24 @@ from pathlib import Path
 ACS_CAPABILITY = 0x000D  # PCIe extended capability; its control register redirects peer traffic to the root
 REDIRECTS = 0x04 | 0x08 | 0x10  # P2P request redirect, P2P completion redirect, upstream forwarding
 EXTENDED_SPACE = 0x100
+GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # by GT/s, as /sys writes them
 
 
 @dataclass(frozen=True)
 class PciPath:
     """The way from the root to one GPU. `redirecting`: bridges whose ACS sends peer copies over the root complex;
-    `hidden`: bridges whose registers cannot be read (needs root); `is_visible`: sysfs knows the device."""
+    `hidden`: bridges whose registers cannot be read (needs root); `is_visible`: sysfs knows the device.
+    `card`, `port`: (generation, width) that the card and the port of its slot can, None where that is not told;
+    `node`: the CPUs' NUMA node that the card is at."""
 
     bus_id: str
     bridges: tuple[str, ...] = ()
     redirecting: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     is_visible: bool = False
+    card: tuple[int, int] | None = None
+    port: tuple[int, int] | None = None
+    node: int | None = None
 
 
 def read_path(sys: Path, bus_id: str) -> PciPath:
@@ -37,12 +44,40 @@ def read_path(sys: Path, bus_id: str) -> PciPath:
         tuple(b for b, state in states.items() if state),
         tuple(b for b, state in states.items() if state is None),
         True,
+        _greatest_link(device),
+        _greatest_link(sys / "bus/pci/devices" / bridges[-1]) if bridges else None,
+        node if (node := read_number(device / "numa_node")) is not None and node >= 0 else None,
     )
+
+
+def read_text(file: Path) -> str:
+    """What a file of /sys or /proc says; "" where it is not there, or does not tell."""
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def read_number(file: Path) -> int | None:
+    text = read_text(file)
+    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+
+
+def _greatest_link(device: Path) -> tuple[int, int] | None:
+    generation = GENERATIONS.get(read_text(device / "max_link_speed").partition(" ")[0])
+    width = read_number(device / "max_link_width")
+    return (generation, width) if generation and width and 0 < width <= 32 else None
 
 
 def iommu_groups(sys: Path) -> int:
     folder = sys / "kernel/iommu_groups"
     return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def aspm_policy(sys: Path) -> str:
+    """The one of "default performance [powersave] powersupersave" that holds; "" where that is not told."""
+    match = re.search(r"\[(\w+)\]", read_text(sys / "module/pcie_aspm/parameters/policy"))
+    return match[1] if match else ""
 
 
 def _redirects(config: Path) -> bool | None:

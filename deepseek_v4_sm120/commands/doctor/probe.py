@@ -20,6 +20,7 @@ from deepseek_v4_sm120.commands.doctor.facts import run_command
 PEER_BYTES = 64 << 20
 LOAD_SECONDS = 2.0
 TIMED_COPIES = 8
+NO_SUMS = "--no-sums"
 
 
 def peers(torch) -> list[dict]:
@@ -106,13 +107,15 @@ def main() -> int:
         print(json.dumps({"problem": f"torch {torch.__version__} sees no CUDA device"}))
         return 1
     print(json.dumps({"links": links(torch), "peers": peers(torch)}), flush=True)
-    print(json.dumps({"sums": sums(torch)}))
+    if NO_SUMS not in sys.argv:
+        print(json.dumps({"sums": sums(torch)}))
     return 0
 
 
-def run(python: str, timeout_s: float) -> tuple[dict | None, str | None]:
+def run(python: str, timeout_s: float, with_sums: bool = True) -> tuple[dict | None, str | None]:
     """(what the probe found, why it found nothing, or not all)."""
     words, problem = [python, "-m", "deepseek_v4_sm120.commands.doctor.probe"], None
+    words += [] if with_sums else [NO_SUMS]
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout_s)
         out, err = done.stdout, done.stderr

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deepseek_v4_sm120.commands.console import CommandError, one_line
-from deepseek_v4_sm120.commands.doctor import model_checks
+from deepseek_v4_sm120.commands.doctor import load_checks, model_checks
 from deepseek_v4_sm120.commands.doctor.finding import OK, Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.commands.doctor.http_get import check_url, get
 from deepseek_v4_sm120.commands.plan import memory, models
-from deepseek_v4_sm120.commands.plan.request import PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE
 from deepseek_v4_sm120.commands.speculation import (
     ALIASES,
     COMPACT,
     DSPARK,
+    EAGLE,
     MODE_VARIABLE,
     WRONG,
     Speculation,
@@ -28,13 +28,12 @@ from deepseek_v4_sm120.commands.speculation import (
 )
 from deepseek_v4_sm120.settings import read_settings
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
-from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
 LEAST_CHUNK = 4096  # rows, of a rank
+OVERLAPPED_DRAFTS_SINCE = (0, 5, 14)
+GRAPHS_BY_PHASE_SINCE = (0, 5, 14)  # --cuda-graph-max-bs was one for both before
 HIGH_FRACTION = 0.95
-FULL_POOL = 0.95
 DEEP_DRAFTS = 5
 REQUEST_TIMEOUTS = ("SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT")  # in seconds, off by default
 TIMEOUTS_OF_ONE_RANK_SINCE = (0, 5, 20)
@@ -44,6 +43,7 @@ CACHED_UNCUT_SINCE = (0, 5, 18)  # but not where it is the prompt's own cached b
 LOCKED_PAGES = 2  # of sliding windows, by that beginning
 LATER_LEVELS = "0731"  # in the names of checkpoints whose levels of effort are not the first ones'
 LATER_LEVELS_SINCE = (0, 5, 18)
+MORE_PASSES = "a long prompt is read in as many more passes, each of which reads all experts and waits for its launches"
 OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
 GREATEST = 1e12  # of any number that an argument or a metric can be
 # what the checks look at: the kind of value, and whether they cannot do without
@@ -60,6 +60,10 @@ FIELDS = {
     "moe_runner_backend": (WORDS, True),
     "disable_cuda_graph": (SWITCH, False),  # newer releases have cuda_graph_config
     "disable_custom_all_reduce": (SWITCH, True),
+    "disable_overlap_schedule": (SWITCH, False),
+    "pp_size": (WHOLE, False),
+    "cpu_offload_gb": (SHARE, False),
+    "offload_group_size": (WHOLE, False),
     "enable_mixed_chunk": (SWITCH, False),
     "prefill_decode_interval": (WHOLE, False),
     "attention_backend": (WORDS, False),
@@ -229,16 +233,50 @@ def checks(answers: Answers) -> Iterator[Finding]:
         yield not_run("arguments", "; ".join(unread), "ask an SGLang server that doctor knows (0.5.12 to 0.5.23)")
     elif not [finding for finding in found if finding.state != OK]:
         yield ok("arguments", "none that is known to be slow on SM120")
-    yield from _metrics(answers)
+    yield from load_checks.checks(answers)
 
 
 def _graphs(a: Answers) -> Iterator[Finding]:
     config = a.info.get("cuda_graph_config")
     decode = config.get("decode") if isinstance(config, dict) else None
-    is_off = a.get("disable_cuda_graph") or (isinstance(decode, dict) and decode.get("backend") == "disabled")
-    if is_off:
+    decode = decode if isinstance(decode, dict) else {}
+    if a.get("disable_cuda_graph") or decode.get("backend") == "disabled":
         cost = "a decode step is about 2,000 launches: several times slower without a graph"
         yield warn("CUDA graphs", "off", cost, "remove --disable-cuda-graph")
+        return
+    captured = (
+        decode.get("bs") or a.info.get("cuda_graph_bs") or [decode.get("max_bs") or a.info.get("cuda_graph_max_bs")]
+    )
+    numbers = [_as_kind(WHOLE, number) for number in captured] if isinstance(captured, list) else []
+    most, slots = max((number for number in numbers if (number or 0) > 0), default=None), a.get("max_running_requests")
+    if most is not None and slots is not None and most < slots // a.attention_ranks:
+        found = f"decode is captured up to {most} requests, of {slots // a.attention_ranks} that may run"
+        cost = f"steps of more than {most} are about 2,000 launches each: several times slower without a graph"
+        flag = "--cuda-graph-max-bs" + "-decode" * (a.version >= GRAPHS_BY_PHASE_SINCE)
+        yield warn("CUDA graphs", found, cost, f"{flag} {slots // a.attention_ranks}, or fewer --max-running-requests")
+
+
+def _overlap(a: Answers) -> Iterator[Finding]:
+    """Where SGLang does not turn it off by itself, as it does for pipelines, and up to 0.5.13 for speculation."""
+    algorithm = (a.get("speculative_algorithm") or "").upper()
+    is_kept = a.version >= OVERLAPPED_DRAFTS_SINCE and ALIASES.get(algorithm, algorithm) in (EAGLE, DSPARK)
+    if a.get("disable_overlap_schedule") and (a.get("pp_size") or 1) == 1 and (not algorithm or is_kept):
+        cost = "the cards wait in every step while the host takes its tokens and prepares the next one"
+        yield warn("overlap of steps", "off", cost, "remove --disable-overlap-schedule")
+
+
+def _no_prefixes(a: Answers) -> Iterator[Finding]:
+    if a.get("disable_radix_cache") and a.is_v4 and a.info.get("disaggregation_mode") in (None, "null"):
+        cost = "every turn of a conversation is read anew from its first token"
+        yield warn("cached prefixes", "none are kept", cost, "remove --disable-radix-cache")
+
+
+def _offloaded(a: Answers) -> Iterator[Finding]:
+    size, group = a.get("cpu_offload_gb") or 0, a.get("offload_group_size") or 0
+    if size > 0 or group > 0:
+        flag = f"--cpu-offload-gb {size:g}" if size > 0 else f"--offload-group-size {group}"
+        cost = "each step copies them over PCIe, and wo_a and the experts are SGLang's own"
+        yield warn("weights", f"{flag}: some lie in host memory", cost, "without that flag; `plan` says what fits")
 
 
 def _experts(a: Answers) -> Iterator[Finding]:
@@ -293,10 +331,10 @@ def _prefill(a: Answers) -> Iterator[Finding]:
         yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
     elif a.attention_ranks > 1 and chunk < LEAST_CHUNK:
         found = f"{chunk} rows a rank: SGLang divides --chunked-prefill-size by the attention's data-parallel ranks"
-        cost = (
-            "a long prompt is read in as many more passes, each of which reads all experts and waits for its launches"
-        )
-        yield warn("prefill chunk", found, cost, f"--chunked-prefill-size {LEAST_CHUNK * a.attention_ranks}")
+        yield warn("prefill chunk", found, MORE_PASSES, f"--chunked-prefill-size {LEAST_CHUNK * a.attention_ranks}")
+    elif a.attention_ranks == 1 and chunk < memory.CHUNKS[-1]:
+        found = f"{chunk} tokens; `plan` goes down to {memory.CHUNKS[-1]}, and no further"
+        yield warn("prefill chunk", found, MORE_PASSES, f"--chunked-prefill-size {LEAST_CHUNK}; `plan` says what fits")
     context = a.get("context_length")
     if context is not None and chunk > 0:
         scratch = memory.index_logits_bytes(chunk, context)
@@ -455,6 +493,9 @@ def _effort(a: Answers) -> Iterator[Finding]:
 RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
     *(
         _graphs,
+        _overlap,
+        _no_prefixes,
+        _offloaded,
         _experts,
         _all_reduce,
         _prefill,
@@ -468,59 +509,3 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
     ),
     *(_parsers, _effort),
 )
-
-
-def _may_capture(a: Answers) -> bool:
-    """Whether the setting for them would do anything: by what they are not read beside, as far as the server tells."""
-    beside = {name: value for name, value in prefill_graphs.PLAIN.items() if "cuda_graph" not in name}
-    return a.attention_ranks == 1 and all(a.info.get(name) in (None, value) for name, value in beside.items())
-
-
-def _short_prompts(a: Answers) -> Iterator[Finding]:
-    """By the mean of what the server has read: new tokens of a prompt that wait for the host, not for the card."""
-    asked, read = a.metrics.get("num_requests_total", 0), a.metrics.get("prompt_tokens_total")
-    config = a.info.get("cuda_graph_config")
-    prefill = config.get("prefill") if isinstance(config, dict) else None
-    is_off = isinstance(prefill, dict) and prefill.get("backend") == "disabled"
-    if not is_off or not asked or read is None or a.version < PREFILL_GRAPHS_SINCE or not _may_capture(a):
-        return
-    tokens = (read - a.metrics.get("cached_tokens_total", 0)) / asked
-    rows = prefill_graphs.worth_capturing(a.get("tp_size") or 1)
-    if not 0 < tokens <= rows or "index_select" not in (a.applied or ()):
-        return
-    if a.is_shadowed:
-        found = f"{tokens:,.0f} new tokens a prompt, in shadow mode, whose times are not ours alone"
-        yield not_run("short prompts", found, "start it without DSV4_SM120_SHADOW, and ask again")
-        return
-    cost = "they wait for their launches: 1,024 tokens took 147 ms to the first one, in graphs 99 (H200)"
-    chunk = a.get("chunked_prefill_size") or 0
-    choice = "on" if tokens <= CAPTURED_ROWS else min(rows, chunk) if chunk > 0 else rows  # no pass has more rows
-    fix = f"DSV4_SM120_SET={PREFILL_GRAPHS}={choice}, and the memory that `plan` counts for it"
-    yield warn("short prompts", f"{tokens:,.0f} new tokens a prompt, prefill not in graphs", cost, fix)
-
-
-def _metrics(a: Answers) -> Iterator[Finding]:
-    if a.metrics is None:
-        yield not_run("metrics", a.metrics_problem, "--enable-metrics")
-        return
-    m = a.metrics
-    if "token_usage" not in m:
-        yield not_run("load", "its metrics do not tell how full the KV cache is: not those of an SGLang server")
-        return
-    yield from _short_prompts(a)
-    complaints = []
-    if m["token_usage"] > FULL_POOL:
-        complaints.append(f"KV cache {m['token_usage']:.0%} full")
-    if m.get("num_retracted_requests_total", 0) > 0:
-        complaints.append(f"{m['num_retracted_requests_total']:.0f} requests retracted and computed again")
-    if m.get("num_queue_reqs", 0) > 0 and m["token_usage"] < 0.5:
-        complaints.append(f"{m['num_queue_reqs']:.0f} requests wait while the cache is half empty")
-    if complaints:
-        fix = "fewer --max-running-requests or a shorter context; `plan` says what fits"
-        yield warn("load", ", ".join(complaints), "requests wait, or are computed twice", fix)
-    else:
-        yield ok("load", f"KV cache {m['token_usage']:.0%} full, {m.get('num_queue_reqs', 0):.0f} waiting")
-    accepted = m.get("spec_accept_length")
-    if accepted and accepted < 1.3:
-        cost = "drafts cost more than they bring"
-        yield warn("speculation", f"{accepted:.2f} tokens accepted a step", cost, "fewer draft tokens, or none")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from deepseek_v4_sm120.commands.doctor import served
 from deepseek_v4_sm120.commands.doctor.facts import Facts, volumes
 from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.patching import HOST, lifetime, profile, report
@@ -13,7 +14,8 @@ from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT, ON, USER
 from deepseek_v4_sm120.settings import REPORT
 from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
 
-NOT_REPRODUCIBLE = "NOT REPRODUCIBLE"  # in notes of sglang_patches/adapters
+# in notes of sglang_patches/adapters, and one of them
+NOT_REPRODUCIBLE, HANDED_OVER, COMPILES = "NOT REPRODUCIBLE", ": SGLang's own, as ", "mxfp4_moe_compiles"
 # FlashInfer's top-k in blocks that wait for each other: until when it could wait for ever, and until when a barrier was
 # missing in front of the wait; read in the wheels of 0.6.11.post1 to 0.7.2
 RENORM_HANGS_BELOW, RENORM_RACES_BELOW = (0, 6, 14), (0, 7, 1)
@@ -28,10 +30,13 @@ def checks(facts: Facts) -> Iterator[Finding]:
     yield from _versions(facts)
     yield from _renorm(facts)
     yield from _patches(facts)
+    yield from _shadow(facts)
     yield from _defaults(facts)
     yield from _reproducible(facts)
     yield from _profile(facts)
     yield from _processes(facts)
+    yield from _left_to_sglang(facts)
+    yield from _compiled_late(facts)
     yield from _caches(facts)
 
 
@@ -153,7 +158,7 @@ def _patches(facts: Facts) -> Iterator[Finding]:
     unsupported = [r["reason"] for r in facts.status["patches"] if r["state"] == "UNSUPPORTED"]
     unreviewed = sorted({r["patch"] for r in facts.status["patches"] if r["review"].startswith("UNREVIEWED")})
     ready = sorted({r["patch"] for r in facts.status["patches"] if r["state"] == "READY"})
-    off = {r["patch"]: r["reason"] for r in facts.status["patches"] if r["state"] == "OFF"}
+    off = {r["patch"]: r["reason"] for r in served.patches(facts) if r["state"] == "OFF"}
     if off:
         why = ", ".join(dict.fromkeys(off.values()))
         yield warn("switched off", f"{', '.join(off)} by {why}", "SGLang's own code runs there", "unset the variable")
@@ -181,8 +186,16 @@ def _patches(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _shadow(facts: Facts) -> Iterator[Finding]:
+    settings = served.told(facts, "settings") or {}
+    if shadow := settings.get("shadow"):
+        kept = "ours are kept" if shadow == "ours" else "SGLang's are kept"
+        cost = "every call of every operator runs ours and SGLang's, and compares them: the time of both"
+        yield warn("shadow mode", f"DSV4_SM120_SHADOW={shadow}: {kept}", cost, "unset it; what it found is in `status`")
+
+
 def _defaults(facts: Facts) -> Iterator[Finding]:
-    for row in (facts.status or {}).get("defaults", []):
+    for row in served.told(facts, "defaults") or []:
         name = f"default {row['default']}"
         if row["moot"]:
             continue
@@ -198,9 +211,10 @@ def _defaults(facts: Facts) -> Iterator[Finding]:
 def _reproducible(facts: Facts) -> Iterator[Finding]:
     """Where it was asked for: what of the model still has another order of sums."""
     status = facts.status or {}
-    if not any(row["default"] == "reproducible" and row["state"] in (ON, USER) for row in status.get("defaults", [])):
+    defaults = served.told(facts, "defaults") or []
+    if not any(row["default"] == "reproducible" and row["state"] in (ON, USER) for row in defaults):
         return
-    in_place = {row["patch"] for row in status["patches"] if row["state"] in ("READY", "APPLIED")}
+    in_place = {row["patch"] for row in served.patches(facts) if row["state"] in ("READY", "APPLIED")}
     missing = [name for name in REPRODUCIBLE if name not in in_place]
     told = [note for process in status["processes"] for note in process.get("notes", ()) if NOT_REPRODUCIBLE in note]
     costs = "the same prompt may be answered otherwise in another batch, or in other chunks"
@@ -210,11 +224,12 @@ def _reproducible(facts: Facts) -> Iterator[Finding]:
     elif told:
         yield fail("reproducible", told[0], costs, "what the line says of cards and links; or one card")
     else:
-        yield ok("reproducible", "asked for, and every operator that it needs is ours")
+        found = "asked for, and every operator that it needs is ours; prompts take longer (4.12 s for 2.39, an H200)"
+        yield ok("reproducible", found)
 
 
 def _profile(facts: Facts) -> Iterator[Finding]:
-    found = (facts.status or {}).get("profile")
+    found = served.told(facts, "profile")
     if not found:
         yield not_run("profile", "none: the shipped defaults hold", "`calibrate` writes one for this machine")
         return
@@ -248,7 +263,10 @@ def _profile(facts: Facts) -> Iterator[Finding]:
         yield warn("profile", found, "we do not use it; nothing else, unless a server does", "report it with the table")
     elif lost := [name for name, winner in found["winners"].items() if winner != profile.OURS]:
         yield warn(
-            "profile", told, f"SGLang's own {', '.join(lost)} was faster here, and is used", "tell us the figures"
+            "profile",
+            told,
+            f"SGLang's own {', '.join(lost)} was faster here, and is used",
+            "`calibrate` again with nothing else on the cards; where it stays so, tell us the figures",
         )
     else:
         yield ok("profile", told)
@@ -271,7 +289,7 @@ def _processes(facts: Facts) -> Iterator[Finding]:
         applied = sorted({r["patch"] for r in process["patches"] if r["state"] == "APPLIED"})
         broken = sorted({r["patch"] for r in process["patches"] if r["state"] == "BROKEN"})
         name = f"process {process['pid']}"
-        served = [index for index, is_served in process.get("devices_served", {}).items() if is_served]
+        cards = [index for index, is_served in process.get("devices_served", {}).items() if is_served]
         if broken:
             yield fail(name, f"BROKEN: {', '.join(broken)}", "SGLang's own code runs there", "see `status`")
         elif differing := _differing(process):
@@ -279,10 +297,34 @@ def _processes(facts: Facts) -> Iterator[Finding]:
             yield fail(
                 name, f"in shadow mode: {differing}", cost, "`status` has the figures: tell us; until then NAME=off"
             )
-        elif process.get("devices_served") and not served:
+        elif process.get("devices_served") and not cards:
             yield warn(name, "patched, but its GPU is not one that we serve", "SGLang's own code runs", "see GPU")
         else:
             yield ok(name, f"applied {', '.join(applied) or 'nothing yet'}")
+
+
+def _left_to_sglang(facts: Facts) -> Iterator[Finding]:
+    """Layers that an operator would have taken."""
+    notes = [note for process in (facts.status or {}).get("processes", []) for note in process.get("notes", ())]
+    for note in dict.fromkeys(note for note in notes if HANDED_OVER in note):
+        yield warn(
+            "left to SGLang", note, "the time that the operator saves", "the checkpoint itself, without that flag"
+        )
+
+
+def _compiled_late(facts: Facts) -> Iterator[Finding]:
+    """Kernels of ours that a process's requests waited for; of several ranks those of the first that tells any."""
+    for process in (facts.status or {}).get("processes", []):
+        found = process.get("found")
+        told = found.get(COMPILES) if isinstance(found, dict) else None
+        late = told.get("late") if isinstance(told, dict) else None
+        late = late if isinstance(late, list) else []
+        names = [str(row[0]) for row in late if isinstance(row, list) and len(row) == 2 and isinstance(row[0], str)]
+        if names:
+            what = f"{len(names)} kernels were compiled while requests waited: {', '.join(dict.fromkeys(names))}"
+            cost = "those requests waited for Triton; the next start takes them from its folder, where that is kept"
+            yield warn("kernels", what, cost, "please report it: there should be none")
+            return
 
 
 def _differing(process: dict) -> str:
@@ -299,7 +341,7 @@ def _differing(process: dict) -> str:
 def _caches(facts: Facts) -> Iterator[Finding]:
     closed = [str(c.path) for c in facts.caches if c.is_closed]
     if closed:
-        fix = "a home folder of this user's: docker run -e HOME=<its path>"
+        fix = "a home folder of this user's: docker run -e HOME=<its path>; no --read-only, no :ro mount there"
         yield fail("kernel caches", f"not this user's: {', '.join(closed)}", "SGLang stops where it compiles", fix)
         return
     lost = [c for c in facts.caches if not c.survives]

@@ -1,0 +1,92 @@
+"""What a running server says of its load: prompts, drafts, KV cache and queue, by its metrics where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from deepseek_v4_sm120.commands.doctor.finding import Finding, not_run, ok, warn
+from deepseek_v4_sm120.commands.plan.request import PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE
+from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
+
+if TYPE_CHECKING:
+    from deepseek_v4_sm120.commands.doctor.server import Answers
+
+FULL_POOL, HALF_POOL = 0.95, 0.5
+LOW_FRACTION = 0.8  # of memory; a start on two cards that says nothing of it has 0.86
+LEAST_ACCEPTED = 1.3  # tokens a step, with the one that is no guess
+
+
+def _may_capture(a: Answers) -> bool:
+    """Whether the setting for them would do anything: by what they are not read beside, as far as the server tells."""
+    beside = {name: value for name, value in prefill_graphs.PLAIN.items() if "cuda_graph" not in name}
+    return a.attention_ranks == 1 and all(a.info.get(name) in (None, value) for name, value in beside.items())
+
+
+def _short_prompts(a: Answers) -> Iterator[Finding]:
+    """By the mean of what the server has read: new tokens of a prompt that wait for the host, not for the card."""
+    asked, read = a.metrics.get("num_requests_total", 0), a.metrics.get("prompt_tokens_total")
+    config = a.info.get("cuda_graph_config")
+    prefill = config.get("prefill") if isinstance(config, dict) else None
+    is_off = isinstance(prefill, dict) and prefill.get("backend") == "disabled"
+    if not is_off or not asked or read is None or a.version < PREFILL_GRAPHS_SINCE or not _may_capture(a):
+        return
+    tokens = (read - a.metrics.get("cached_tokens_total", 0)) / asked
+    rows = prefill_graphs.worth_capturing(a.get("tp_size") or 1)
+    if not 0 < tokens <= rows or "index_select" not in (a.applied or ()):
+        return
+    if a.is_shadowed:
+        found = f"{tokens:,.0f} new tokens a prompt, in shadow mode, whose times are not ours alone"
+        yield not_run("short prompts", found, "start it without DSV4_SM120_SHADOW, and ask again")
+        return
+    cost = "they wait for their launches: 1,024 tokens took 147 ms to the first one, in graphs 99 (H200)"
+    chunk = a.get("chunked_prefill_size") or 0
+    choice = "on" if tokens <= CAPTURED_ROWS else min(rows, chunk) if chunk > 0 else rows  # no pass has more rows
+    fix = f"DSV4_SM120_SET={PREFILL_GRAPHS}={choice}, and the memory that `plan` counts for it"
+    yield warn("short prompts", f"{tokens:,.0f} new tokens a prompt, prefill not in graphs", cost, fix)
+
+
+def checks(a: Answers) -> Iterator[Finding]:
+    if a.metrics is None:
+        yield not_run("metrics", a.metrics_problem, "--enable-metrics")
+        return
+    m = a.metrics
+    if "token_usage" not in m:
+        yield not_run("load", "its metrics do not tell how full the KV cache is: not those of an SGLang server")
+        return
+    yield from _short_prompts(a)
+    complaints = [*_full(a, m), *_slots(a, m)]
+    yield from complaints
+    if not complaints:
+        yield ok("load", f"KV cache {m['token_usage']:.0%} full, {m.get('num_queue_reqs', 0):.0f} waiting")
+    accepted = m.get("spec_accept_length")
+    if accepted and accepted < LEAST_ACCEPTED:
+        cost = "drafts cost more than they bring"
+        yield warn("speculation", f"{accepted:.2f} tokens accepted a step", cost, "fewer draft tokens, or none")
+
+
+def _full(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
+    complaints = [f"KV cache {m['token_usage']:.0%} full"] if m["token_usage"] > FULL_POOL else []
+    if m.get("num_retracted_requests_total", 0) > 0:
+        complaints.append(f"{m['num_retracted_requests_total']:.0f} requests retracted and computed again")
+    if complaints:
+        fix = "fewer --max-running-requests or a shorter context; `plan` says what fits"
+        fraction = a.get("mem_fraction_static")
+        if fraction is not None and fraction < LOW_FRACTION:
+            complaints.append(f"--mem-fraction-static {fraction:g} leaves it little memory")
+            fix = "a larger --mem-fraction-static: `plan` says which is safe"
+        yield warn("load", ", ".join(complaints), "requests wait, or are computed twice", fix)
+
+
+def _slots(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
+    """Requests that wait for a slot while the KV cache has room."""
+    waiting, slots = m.get("num_queue_reqs", 0), a.get("max_running_requests")
+    if waiting > 0 and m["token_usage"] < HALF_POOL:
+        found = f"{waiting:.0f} requests wait while the KV cache is {m['token_usage']:.0%} full"
+        if slots is not None and m.get("num_running_reqs", 0) >= slots // a.attention_ranks:
+            found += f": all {slots} request slots are taken"
+            cost, fix = "they wait for a slot", "more --max-running-requests: `plan --concurrency` says what they cost"
+        else:
+            cost, fix = "they wait: for prompts in front of them, or for sliding windows", "ask again under steady load"
+        yield warn("load", found, cost, fix)
