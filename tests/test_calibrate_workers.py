@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -125,6 +127,33 @@ def test_when_the_time_is_over_what_was_reached_stays(workers, monkeypatch, caps
     assert moe["winner"] == OURS and moe["wrong"] == {} and found["not_reached"] == []
     assert len(moe["providers"][STOCK]["not_reached"]) == 3 == len(small["providers"]["torch"]["not_reached"])
     assert "not reached  stock: none of its shapes was" in told.out and "not reached" in told.err
+
+
+def test_what_ends_calibrate_costs_nothing_that_was_measured(workers, monkeypatch, tmp_path):
+    """The terminal is closed behind a case of stock's: nobody sees a line of progress from then on."""
+    everything_is_installed(monkeypatch)
+    monkeypatch.setattr(command, "_device", lambda: ("GPU A", 2))
+    workers(**{"mhc stock": {"us": 44.4}, "mxfp4_moe stock": {"us": 44.4, "sleep": 60}})
+    gone, before = [], signal.getsignal(signal.SIGTERM)
+
+    def write(text):
+        if gone:
+            raise OSError(5, "Input/output error")
+        if "mhc: stock: 44.4 us" in text:
+            gone.append(text)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = ["--quick", "--out", str(tmp_path / "p.json"), "--operators", *NAMES]
+    terminal = SimpleNamespace(write=write, flush=lambda: None, isatty=lambda: False, encoding="utf-8")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    began = time.monotonic()
+    assert command.run(parser.parse_args(words)) == 0 and time.monotonic() - began < 30
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found["operators"]["mhc"]["stock_over_ours"] == pytest.approx(4.44)
+    assert found["operators"]["mxfp4_moe"]["stock_over_ours"] is None
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_operator_that_was_not_reached_gets_no_verdict(workers, monkeypatch, capsys, tmp_path):

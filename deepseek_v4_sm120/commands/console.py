@@ -97,13 +97,12 @@ class Progress:
     """One line on stderr that is overwritten on a terminal, and one line per step elsewhere."""
 
     def __init__(self, total: int):
-        self.total, self.done, self.is_live = total, 0, sys.stderr.isatty()
+        self.total, self.done, self.is_live, self.is_seen = total, 0, sys.stderr.isatty(), True
 
     def note(self, text: str) -> None:
         """What is known before the next step ends."""
         text = encodable(one_line(shown(text), 10_000), sys.stderr)
-        sys.stderr.write(f"\r{text[:110]:110}" if self.is_live else f"  {text}\n")
-        sys.stderr.flush()
+        self._write(f"\r{text[:110]:110}" if self.is_live else f"  {text}\n")
 
     def step(self, text: str) -> None:
         self.done += 1
@@ -111,7 +110,14 @@ class Progress:
         filled = width * self.done // max(1, self.total)
         line = f"[{'#' * filled}{'.' * (width - filled)}] {self.done}/{self.total} {one_line(shown(text), 10_000)}"
         line = encodable(line, sys.stderr)
-        sys.stderr.write(f"\r{line[:110]:110}" if self.is_live else f"{line}\n")
-        if self.is_live and self.done >= self.total:
-            sys.stderr.write("\n")
-        sys.stderr.flush()
+        end = "\n" if self.is_live and self.done >= self.total else ""
+        self._write((f"\r{line[:110]:110}" if self.is_live else f"{line}\n") + end)
+
+    def _write(self, text: str) -> None:
+        """Until nobody can see it: a terminal that was closed costs no minutes of measuring."""
+        try:
+            if self.is_seen:
+                sys.stderr.write(text)
+                sys.stderr.flush()
+        except OSError:
+            self.is_seen = False

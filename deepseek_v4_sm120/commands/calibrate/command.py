@@ -27,6 +27,7 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.disclosure import redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
+from deepseek_v4_sm120.commands.ending import as_interrupts
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
@@ -91,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         "quick": arguments.quick,
     }
     names, not_here = asked_here(list(dict.fromkeys(arguments.operators)), shapes, cards)
-    results = measure(names, shapes, clock)
+    with as_interrupts():  # the time is over then, and what was measured until there is written
+        results = measure(names, shapes, clock)
     not_reached = [name for name, found in results.items() if not found[OURS].get("cases") and not found[OURS]["wrong"]]
     operators = {name: decide(name, found) for name, found in results.items() if name not in not_reached}
     found = redacted(as_profile(operators, device, shapes) | {"not_reached": not_reached, "not_here": not_here})
