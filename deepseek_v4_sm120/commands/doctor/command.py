@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from deepseek_v4_sm120.commands import console
+from deepseek_v4_sm120.commands.disclosure import API_KEY
 from deepseek_v4_sm120.commands.doctor import (
     facts,
     gpu_checks,
@@ -22,7 +23,6 @@ from deepseek_v4_sm120.commands.doctor import (
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, Finding
 
 PROBE_SECONDS = 150.0
-API_KEY = "SGLANG_API_KEY"  # a variable of ours for a key of theirs: SGLang itself takes --api-key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
