@@ -313,7 +313,6 @@ def link(results: Results, toolkit: Toolkit, compiler: str, objects: list[Path],
 
 
 _ENTRY = re.compile(r"ptxas info\s+: Compiling entry function '(\S+)' for 'sm_(\w+)'")
-_FUNCTION = re.compile(r"ptxas info\s+: Function properties for (\S+)")
 _STACK = re.compile(r"\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"ptxas info\s+: Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
