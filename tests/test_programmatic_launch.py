@@ -1,7 +1,6 @@
 """The machine code of every kernel against the table of what it may read before its wait (programmatic_launch.py)."""
 
 import hashlib
-import os
 import re
 import shutil
 import struct
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import build_artifact
 import pytest
-from build_results import Results, run
+from build_results import Results, locked, run
 
 from deepseek_v4_sm120.ops.shared import extension
 from tests import sass
@@ -94,10 +93,9 @@ def disassembled(library: Path, folder: Path) -> dict[str, dict[str, list[str]]]
 def listed(kept: Results, nvdisasm: Path, cubin: Path) -> str:
     """What nvdisasm says of the file, kept by its content: from one run of the tests to the next few kernels change."""
     named = kept.folder / f"{hashlib.sha256(cubin.read_bytes()).hexdigest()}.cubin"
-    own = named.with_name(f"{os.getpid()}-{cubin.parent.name}-{named.name}")
-    shutil.copyfile(cubin, own)
-    own.replace(named)
-    return kept.make(["sh", "-c", '"$0" -c -ndf "$1" >"$3"', nvdisasm, named], [named], ".sass").read_text()
+    with locked(named.with_suffix(".lock")):
+        shutil.copyfile(cubin, named)
+        return kept.make(["sh", "-c", '"$0" -c -ndf "$1" >"$3"', nvdisasm, named], [named], ".sass").read_text()
 
 
 def offsets(folder: Path) -> dict[str, dict[int, str]]:
