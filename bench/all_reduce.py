@@ -52,7 +52,7 @@ def slowest(call, x, gather) -> float:
     return max(gather(microseconds(call, x, gather)))
 
 
-def check(group, gather, rows: int, seed: int) -> None:
+def check(group, rows: int, seed: int) -> None:
     terms = spec.make_terms(group.ranks, rows, seed, device=str(group.device))
     for algorithm in ways(rows):
         if spec.differing(group(terms[group.rank], algorithm=algorithm), terms):
@@ -136,7 +136,7 @@ def measure(rank, ranks, device, gather, options) -> None:
         name = "nccl_without_p2p" if without_peers else "nccl"
         report.add(common.row(ISSUE, case, name, "call_us", slowest(by_nccl, x, gather)))
         for group in groups:
-            check(group, gather, rows, rows)
+            check(group, rows, rows)
             for algorithm in ways(rows):
                 us = slowest(lambda y, g=group, a=algorithm: g(y, algorithm=a), x, gather)
                 taken = algorithm == op.algorithm_for(rows, ranks)
@@ -149,7 +149,7 @@ def measure(rank, ranks, device, gather, options) -> None:
     measure_gathers(report, groups, gather, "nccl_without_p2p" if without_peers else "nccl")
     for turn in range(options.rounds):
         for group in groups:
-            check(group, gather, 1 + turn * 37 % max(rows_of), turn)
+            check(group, 1 + turn * 37 % max(rows_of), turn)
     torch.cuda.synchronize()
     gather(None)
     for group in groups:

@@ -44,7 +44,7 @@ sys.path[:0] = [str(REPO), str(CSRC)]
 from build_folder import check_replaceable, published  # noqa: E402
 from build_results import BuildError, Results, check_writable, locked, run, say  # noqa: E402
 
-from deepseek_v4_sm120 import __version__  # noqa: E402
+from deepseek_v4_sm120 import RECORD, __version__  # noqa: E402
 from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
 
 # 120f: RTX PRO 6000 and RTX 50 (12.0), GB10 (12.1). 90a: H100 and H200, where the kernels are validated. Cubins only,
@@ -313,7 +313,6 @@ def link(results: Results, toolkit: Toolkit, compiler: str, objects: list[Path],
 
 
 _ENTRY = re.compile(r"ptxas info\s+: Compiling entry function '(\S+)' for 'sm_(\w+)'")
-_FUNCTION = re.compile(r"ptxas info\s+: Function properties for (\S+)")
 _STACK = re.compile(r"\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"ptxas info\s+: Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
@@ -442,16 +441,16 @@ def git_commit() -> str:
     return commit.stdout.strip() + ("-dirty" if changed.strip() else "")
 
 
-def write_dist_info(folder: Path, version: str, interpreters: list[Interpreter]) -> None:
+def write_dist_info(folder: Path, interpreters: list[Interpreter]) -> None:
     """What pip would have written: it makes SGLang's plugin entry point discoverable and lets `pip list` show us."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    info = folder / f"deepseek_v4_sm120-{version}.dist-info"
+    info = (folder / RECORD).parent
     (info / "licenses").mkdir(parents=True)
     shutil.copyfile(REPO / "LICENSE", info / "licenses/LICENSE")
     headers = [
         "Metadata-Version: 2.4",
         f"Name: {project['name']}",
-        f"Version: {version}",
+        f"Version: {__version__}",
         f"Summary: {project['description']}",
         f"License-Expression: {project['license']}",
         "License-File: LICENSE",
@@ -473,7 +472,7 @@ def write_dist_info(folder: Path, version: str, interpreters: list[Interpreter])
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
         rows.append(f"{path.relative_to(folder)},sha256={digest},{path.stat().st_size}")
-    (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,"]) + "\n")
+    (folder / RECORD).write_text("\n".join([*rows, f"{RECORD},,"]) + "\n")
 
 
 def fill(folder: Path, interpreters: list[Interpreter], info: dict) -> None:
@@ -484,7 +483,7 @@ def fill(folder: Path, interpreters: list[Interpreter], info: dict) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     (folder / "deepseek_v4_sm120/build_info.json").write_text(json.dumps(info, indent=1) + "\n")
-    write_dist_info(folder, info["version"], interpreters)
+    write_dist_info(folder, interpreters)
 
 
 def print_kernels(uses: list[KernelUse], shared: dict[str, int]) -> None:

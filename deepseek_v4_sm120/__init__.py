@@ -1,6 +1,7 @@
 """Fast DeepSeek-V4 for SGLang on NVIDIA SM120, applied at run time. Importing this package imports nothing else."""
 
 __version__ = "0.1.0"
+RECORD = f"deepseek_v4_sm120-{__version__}.dist-info/RECORD"  # the build's list of its files, beside this folder
 
 REPORT, PROFILE = "DSV4_SM120_REPORT", "DSV4_SM120_PROFILE"  # settings.py says what they are
 

@@ -22,11 +22,6 @@ struct Index {
 thread_local Index threadIdx, blockIdx;
 std::barrier<> warp(32);
 
-inline float of_bits(uint32_t bits) {
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
 inline double e4m3(uint32_t byte) {
   const int exponent = byte >> 3 & 15, mantissa = byte & 7;
   if (exponent == 15 && mantissa == 7) return NAN;

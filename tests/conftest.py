@@ -74,6 +74,7 @@ def pytest_deselected(items):
 
 
 def pytest_sessionfinish(session, exitstatus):
+    gc.freeze()  # pytest, and Python at its end, would look through all that is left of it
     if _skipped_on_gpu and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -129,7 +129,6 @@ class _Reader:
     def __init__(self, base: int, pointers: Iterable[int]):
         self.bits = {offset: 1 << i for i, offset in enumerate(sorted(pointers))}
         self.at = {base + offset + half: bit for offset, bit in self.bits.items() for half in (0, 4)}
-        self.base = base
 
     def constant(self, index: str | None, offset: int) -> int:
         return ANY if index else self.at.get(offset, 0)

@@ -16,11 +16,18 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "bench")]
 import timeline  # noqa: E402
 from timeline import JOIN, LAUNCH, PROGRAMMATIC, Kernel  # noqa: E402
 
+from tests.e2e import engine_case  # noqa: E402
+
 
 def path_of(*kernels: tuple) -> list[tuple]:
     """(name, stream, begin, end) ... -> (name, what it waits for, how, gap, adds) of the path."""
     step = [Kernel("end", 7, -5, -1), *sorted((Kernel(*one) for one in kernels), key=lambda one: (one.begin, one.end))]
     return [(one.kernel.name, one.waits_for, one.how, one.gap, one.adds) for one in timeline.critical_path(step)]
+
+
+def test_the_engines_script_reads_the_same_events():
+    """It has their kinds of its own: with a checkout on its path SGLang would find our package where none is asked."""
+    assert (engine_case.CARDS, engine_case.HOSTS) == (timeline.KINDS, timeline.CALLS)
 
 
 def test_a_chain_has_its_gaps():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -309,10 +310,22 @@ def test_what_changes_the_times_is_told_before_they_are_taken(measured, tmp_path
 
 
 def test_what_was_measured_is_not_lost_with_the_file(measured, tmp_path, capsys, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.write_text", full)
-    assert main(["calibrate", "--out", str(tmp_path / "p.json")]) == 2
+    """Nor is the profile of the run before: with half a one no server starts."""
+    out = tmp_path / "p.json"
+    out.write_text("of the run before")
+    monkeypatch.setattr(command, "check_out", lambda given: None)  # full since
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))  # Python ignores its signal: a write fails
+        assert main(["calibrate", "--out", str(out)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     told = capsys.readouterr()
-    assert json.loads(told.out)["operators"]["bf16_linear"] and "No space left on device" in told.err
+    assert json.loads(told.out)["operators"]["bf16_linear"] and "cannot be written: File too large" in told.err
+    assert out.read_text() == "of the run before" and [*tmp_path.iterdir()] == [out]
+
+
+def test_a_link_to_the_profile_stays_one(measured, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "p.json")
+    assert main(["calibrate", "--out", str(tmp_path / "link")]) == 1
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "p.json").read_text())["format"] == 1

@@ -34,8 +34,8 @@ sys.exit(ranks.main(sys.argv[1:]))
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emulated.library_of_run(tmp_path_factory.getbasetemp())
+def library():
+    return emulated.library()
 
 
 @pytest.fixture

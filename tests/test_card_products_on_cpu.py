@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from deepseek_v4_sm120.commands.selftest import card
 from deepseek_v4_sm120.specs.check import Failure
+from tests.on_cpu import made_of
 
 REPO = Path(__file__).resolve().parents[1]
 SCALED = r"^// scale-a: .*?^}\n"  # the function around the instruction, with what is said in front of it
@@ -23,18 +23,15 @@ def text(name: str) -> str:
     return (REPO / "csrc/card" / name).read_text()
 
 
-def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
+def compiled(*changes: tuple[str, str]) -> ctypes.CDLL:
     """The kernel, each change made in its text, which must have it."""
     found = text("card.h") + re.sub(SCALED, "", text("products.cu"), count=1, flags=re.M | re.S)
     found = re.sub(r"^#(include|pragma)[^\n]*$|^void launch_products\([^;]*?\) {.*?^}$", "", found, flags=re.M | re.S)
     for old, new in changes:
         assert old in found, old
         found = found.replace(old, new)
-    source, made = folder / "products.cpp", folder / "products.so"
-    source.write_text((REPO / "tests/card_products_on_cpu.cpp").read_text().replace("//@@ the kernel", found))
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, source, "-o", made], check=True)
-    return ctypes.CDLL(str(made))
+    found = (REPO / "tests/card_products_on_cpu.cpp").read_text().replace("//@@ the kernel", found)
+    return ctypes.CDLL(str(made_of(found, "-O1", "-w", "-shared", "-fPIC", "-pthread")))
 
 
 def multiply(library, a, b, c, a_scale=None, b_scale=None, *, dtype=torch.float8_e4m3fn):
@@ -47,8 +44,8 @@ def multiply(library, a, b, c, a_scale=None, b_scale=None, *, dtype=torch.float8
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("products"))
+def library():
+    return compiled()
 
 
 def test_a_card_that_multiplies_as_ptx_says_passes(library):
@@ -68,8 +65,8 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("what", MUTANTS)
-def test_another_layout_fails(what, tmp_path):
-    wrong = functools.partial(multiply, compiled(tmp_path, MUTANTS[what]))
+def test_another_layout_fails(what):
+    wrong = functools.partial(multiply, compiled(MUTANTS[what]))
     with pytest.raises(Failure, match="MXFP8"):
         card.judge_block_scaled(wrong, torch)
 

@@ -503,6 +503,16 @@ def test_where_calibrate_cannot_write_is_told_before_the_run(make, words, tmp_pa
         assert "--out" in capsys.readouterr().err
 
 
+def test_a_file_that_is_mounted_by_itself_cannot_be_replaced(tmp_path, monkeypatch):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mounts").write_text(f"/dev/sda1 {tmp_path}/p.json ext4 rw 0 0\n")
+    asked = facts.is_mount_point
+    monkeypatch.setattr(facts, "is_mount_point", lambda root, path: asked(tmp_path, path))
+    calibrate.check_out(str(tmp_path / "other.json"))
+    with pytest.raises(CommandError, match="is a mount of its own, .*; mount its folder"):
+        calibrate.check_out(str(tmp_path / "p.json"))
+
+
 def test_trying_to_write_changes_nothing(tmp_path):
     there, absent, link = tmp_path / "there", tmp_path / "absent", tmp_path / "link"
     there.write_text("kept")

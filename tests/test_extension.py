@@ -76,7 +76,7 @@ def test_a_checkout_is_told_of_what_its_build_was_made_of_and_it_lacks(package, 
     if not gone:
         (package / "ops/mhc.py").touch()
     assert ask(package, "extension.stale()") == "None\n"
-    written = extension._record(built.parent)
+    written = built.parent / deepseek_v4_sm120.RECORD
     written.parent.mkdir()
     files = [file.relative_to(built.parent) for file in built.rglob("*") if file.is_file()]
     written.write_text("".join(f"{file},{extension._digest(built.parent / file)},1\n" for file in files))
@@ -129,11 +129,11 @@ def test_half_of_the_real_file_kills_no_process(package, file):
 def record(package: Path, *names: str) -> Path:
     """RECORD of an artifact that holds these files, as csrc/build_artifact.py writes it; without names, the two."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(LIBRARY).digest()).rstrip(b"=").decode()
-    info = package.parent / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info"
-    info.mkdir()
+    path = package.parent / deepseek_v4_sm120.RECORD
+    path.parent.mkdir()
     rows = [f"deepseek_v4_sm120/{name},sha256={digest},{len(LIBRARY)}\n" for name in names or FILES]
-    (info / "RECORD").write_text("".join([*rows, f"{info.name}/RECORD,,\n"]))
-    return info / "RECORD"
+    path.write_text("".join([*rows, f"{deepseek_v4_sm120.RECORD},,\n"]))
+    return path
 
 
 @pytest.mark.parametrize("file", FILES)

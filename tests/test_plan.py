@@ -159,12 +159,14 @@ def test_a_profile_that_a_server_would_not_use_is_not_planned_with(tmp_path, cha
 
 def test_a_profile_of_other_cards_or_of_another_build_is_used_and_told(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "build_info", lambda: {"code": "1"})
-    for tp, code, words in (
-        (2, "1", []),
-        (4, "1", ["of 4 cards, this server has 2"]),
-        (2, "2", ["another build of ours"]),
+    for made, code, words in (
+        ({"tp": 2}, "1", []),
+        ({"tp": 2, "quick": False}, "1", []),
+        ({"tp": 4}, "1", ["of 4 cards, this server has 2"]),
+        ({"tp": 2}, "2", ["another build of ours"]),
+        ({"tp": 2, "quick": True}, "1", ["made with --quick, by fewer shapes"]),
     ):
-        path = write_profile(tmp_path / "p.json", plan={"tp": tp}, build={"code": code})
+        path = write_profile(tmp_path / "p.json", plan=made, build={"code": code})
         plan = launch.make(command.request_of(arguments(profile=path, sglang="0.5.23")))
         told = [note for note in plan.notes if note.startswith(f"profile {path} ")]
         assert len(told) == len(words) and all(word in note for word, note in zip(words, told, strict=True))

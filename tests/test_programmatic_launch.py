@@ -1,6 +1,8 @@
 """The machine code of every kernel against the table of what it may read before its wait (programmatic_launch.py)."""
 
+import hashlib
 import re
+import shutil
 import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import build_artifact
 import pytest
+from build_results import Results, locked, run
 
 from deepseek_v4_sm120.ops.shared import extension
 from tests import sass
@@ -59,11 +62,11 @@ def disassembled(library: Path, folder: Path) -> dict[str, dict[str, list[str]]]
     files = metadata.files("nvidia-cuda-cuobjdump")
     cuobjdump = next(f.locate() for f in files if Path(f).name == "cuobjdump")
     nvdisasm = Path(find_spec("triton").origin).parent / "backends/nvidia/bin/nvdisasm"
+    kept = Results(build_artifact.CACHE / "listings", build_artifact.CSRC, run([nvdisasm, "--version"]))
 
     def lines_of(task: tuple[str, Path]) -> dict[str, list[str]]:
         arch, cubin = task
-        listing = subprocess.run([nvdisasm, "-c", "-ndf", cubin], check=True, text=True, capture_output=True).stdout
-        functions = sass.split(listing)
+        functions = sass.split(listed(kept, nvdisasm, cubin))
         assert functions, cubin
         if arch == "sm_121a":
             own, other = machine_code(cubin), machine_code(next(cubin.parent.glob("*.sm_120a.cubin")))
@@ -85,6 +88,14 @@ def disassembled(library: Path, folder: Path) -> dict[str, dict[str, list[str]]]
         for (arch, _), functions in zip(tasks, pool.map(lines_of, tasks), strict=True):
             found[arch] |= functions
     return found
+
+
+def listed(kept: Results, nvdisasm: Path, cubin: Path) -> str:
+    """What nvdisasm says of the file, kept by its content: from one run of the tests to the next few kernels change."""
+    named = kept.folder / f"{hashlib.sha256(cubin.read_bytes()).hexdigest()}.cubin"
+    with locked(named.with_suffix(".lock")):
+        shutil.copyfile(cubin, named)
+        return kept.make(["sh", "-c", '"$0" -c -ndf "$1" >"$3"', nvdisasm, named], [named], ".sass").read_text()
 
 
 def offsets(folder: Path) -> dict[str, dict[int, str]]:

@@ -49,7 +49,7 @@ from bench.quality import (  # noqa: E402
 )
 from bench.quality.verdict import Verdict, markdown, without  # noqa: E402
 from bench.serving.endpoint import TOTAL_S, ServerError, ServerRefused  # noqa: E402
-from deepseek_v4_sm120.commands.disclosure import printable  # noqa: E402
+from deepseek_v4_sm120.commands.disclosure import API_KEY, printable  # noqa: E402
 
 GATES = {
     gate.NAME: gate
@@ -69,7 +69,6 @@ GATES = {
 NEED_A_TRAINED_MODEL = {needle.NAME, arithmetic.NAME, corruption_soak.NAME, tool_calls.NAME}
 PASSED, FAILED, USAGE, NO_VERDICT, INCOMPLETE, INTERNAL = range(6)
 KEY_STATUSES = (401, 403)
-API_KEY = "SGLANG_API_KEY"  # in the environment: a command line is seen by every user of the machine
 
 
 def parser() -> argparse.ArgumentParser:

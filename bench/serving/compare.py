@@ -36,11 +36,10 @@ from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.generator_process import Generator, GeneratorFailed  # noqa: E402
 from bench.serving.load_generator import PATHS  # noqa: E402
 from bench.serving.session import FORMAT, Session, Settings, Side  # noqa: E402
-from deepseek_v4_sm120.commands.disclosure import printable, redacted, shown  # noqa: E402
+from deepseek_v4_sm120.commands.disclosure import API_KEY, printable, redacted, shown  # noqa: E402
 from deepseek_v4_sm120.commands.ending import as_interrupts  # noqa: E402
 from deepseek_v4_sm120.patching.json_file import JsonFileError, load  # noqa: E402
 
-API_KEY = "SGLANG_API_KEY"
 # bench_serving sends these with every request: a user's key for another service is none of the server's business
 GENERATOR_KEYS = ("OPENAI_API_KEY", "API_KEY")
 COMPARED, USAGE, REFUSED, INCOMPLETE = 0, 2, 3, 4

@@ -18,7 +18,7 @@ from bench.serving.endpoint import Endpoint, ServerError, ServerRefused
 from bench.serving.generator_process import Generator, GeneratorFailed, Row
 from bench.serving.prompts import PromptSource
 from bench.serving.server_process import ServerDied, ServerProcess, command_of, watched_environment
-from deepseek_v4_sm120.commands.disclosure import shown
+from deepseek_v4_sm120.commands.disclosure import API_KEY, shown
 
 FORMAT = "serving-comparison 1"
 OWN_VARIABLE = "DSV4_SM120_REPORT"  # set by this program on both sides
@@ -177,7 +177,7 @@ class Session:
             pass  # `refused` says it
         except (SessionEnded, ServerDied, ServerError) as error:
             wants_key = isinstance(error, ServerRefused) and error.status in KEY_STATUSES
-            hint = ". Give the servers' key: SGLANG_API_KEY in the environment, or --api-key" if wants_key else ""
+            hint = f". Give the servers' key: {API_KEY} in the environment, or --api-key" if wants_key else ""
             self.incomplete.append(str(error) + hint)
         except KeyboardInterrupt:
             self.interrupted = True

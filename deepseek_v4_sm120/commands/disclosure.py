@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 
 HIDDEN = "***"
+# of a server, in the environment of our commands: a command line is seen by every user of the machine
+API_KEY = "SGLANG_API_KEY"  # a variable of ours for a key of theirs: SGLang itself takes --api-key
 NO_SECRETS = {"", "0", "1", "true", "false", "on", "off", "yes", "no", "none", "null", HIDDEN}  # whatever the name
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")

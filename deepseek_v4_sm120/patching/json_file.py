@@ -1,14 +1,19 @@
-"""A JSON file that somebody names: only a file is read, nothing is waited for, size and depth have limits."""
+"""A JSON file that somebody names: only a file is read, nothing is waited for, size and depth have limits. What is
+written is there as a whole or not at all (`draft`)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 MOST_BYTES = 64 << 20
 MOST_LEVELS = 64  # of lists and mappings in each other
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class JsonFileError(Exception):
@@ -28,6 +33,20 @@ def load(path: str | Path, most_bytes: int = MOST_BYTES):
     if _levels(found) > MOST_LEVELS:
         raise JsonFileError("is not JSON that anybody wrote: too many levels")
     return found
+
+
+@contextlib.contextmanager
+def draft(folder: Path, data: bytes) -> Iterator[Path]:
+    """A new file with `data`, removed at the end unless it was renamed. OSError: it cannot be made, or be filled."""
+    path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    descriptor = os.open(path, _NEW, 0o644)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _text(path: str | Path, most_bytes: int) -> str:

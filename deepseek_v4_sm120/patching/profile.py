@@ -17,6 +17,7 @@ from deepseek_v4_sm120.patching import json_file
 
 FORMAT = 1
 OURS, STOCK = "ours", "stock"
+QUICK = "made with --quick, by fewer shapes"
 PROC = Path("/proc/driver/nvidia")
 MOST_BYTES = 16 << 20  # one with everything in it has 50 KB
 
@@ -49,7 +50,8 @@ class Identity:
 @dataclass
 class Profile:
     """Verdicts by patch, at the shapes of a server of `cards`. `problem` stops the server as a patch that does not fit
-    would; `warnings`, why it is not used, and `outdated`, why a verdict may be of other code, are told once."""
+    would; `warnings`, why it is not used, and `outdated`, why a verdict may be of other code, are told once. `quick`:
+    measured at fewer shapes, which is told wherever a verdict is."""
 
     path: str | None = None
     operators: dict[str, dict] = field(default_factory=dict)
@@ -57,6 +59,7 @@ class Profile:
     warnings: list[str] = field(default_factory=list)
     outdated: str | None = None
     cards: int | None = None
+    quick: bool = False
 
     def against(self, patch: str) -> str | None:
         """Why this patch must not be applied here, None when the profile has nothing against it."""
@@ -64,7 +67,8 @@ class Profile:
         if found is None or found["winner"] == OURS:
             return None
         reasons = [f"{name}: {why}" for name, why in found.get("wrong", {}).items() if name.startswith(OURS)]
-        return f"profile {self.path}: " + ("; ".join(reasons) or f"{found['winner']} is faster on this machine")
+        made = f" ({QUICK})" if self.quick else ""
+        return f"profile {self.path}{made}: " + ("; ".join(reasons) or f"{found['winner']} is faster on this machine")
 
     def left_out(self, patch: str, way: str) -> str | None:
         """Why the patch must do without one of its ways here ("ours, mxfp8"), None when it may use it."""
@@ -79,6 +83,10 @@ class Profile:
             f"between them; `calibrate --gpus {cards}` makes one of these"
         )
 
+    def of_fewer_shapes(self) -> str | None:
+        """What is told where the profile is taken; None of one that was made at all shapes."""
+        return f"profile {self.path} was {QUICK}: without it `calibrate` decides better" if self.quick else None
+
     def handover(self) -> dict | None:
         """What children need of it, JSON-able; `of_parent` makes it a profile again."""
         if self.path is None:
@@ -86,7 +94,7 @@ class Profile:
         kept = ("winner", "wrong", "left_out", "stock_over_ours")
         operators = {name: {k: v for k, v in found.items() if k in kept} for name, found in self.operators.items()}
         told = {"problem": self.problem, "warnings": self.warnings, "outdated": self.outdated, "cards": self.cards}
-        return {"path": self.path, "operators": operators, **told}
+        return {"path": self.path, "operators": operators, **told, "quick": self.quick}
 
     def describe(self) -> dict | None:
         if self.path is None:
@@ -94,7 +102,7 @@ class Profile:
         winners = {name: found["winner"] for name, found in self.operators.items()}
         left_out = {name: found["left_out"] for name, found in self.operators.items() if found.get("left_out")}
         wrong = {name: found["wrong"] for name, found in self.operators.items() if found.get("wrong")}
-        told = {"problem": self.problem, "warnings": self.warnings, "outdated": self.outdated}
+        told = {"problem": self.problem, "warnings": self.warnings, "outdated": self.outdated, "quick": self.quick}
         return {"path": self.path, "winners": winners, "left_out": left_out, "wrong": wrong, **told}
 
 
@@ -104,7 +112,7 @@ def verdicts(described: dict) -> str:
     for operator, winner in described["winners"].items():
         without = [way.removeprefix(f"{OURS}, ") for way in described["left_out"].get(operator, ())]
         words.append(f"{operator}: {winner}" + (f" without {', '.join(without)}" if without else ""))
-    return ", ".join(words)
+    return ", ".join(words) + (f" ({QUICK})" if described["quick"] else "")
 
 
 def here(sglang: str | None, proc: Path = PROC) -> Identity:
@@ -123,10 +131,11 @@ def build_info() -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _cards(found: dict) -> int | None:
+def _plan(found: dict) -> dict:
+    """Of how many cards it is, and whether --quick made it; both only where the profile says so."""
     plan = found.get("plan")
-    cards = plan.get("tp") if isinstance(plan, dict) else None
-    return cards if type(cards) is int else None
+    plan = plan if isinstance(plan, dict) else {}
+    return {"cards": plan["tp"] if type(plan.get("tp")) is int else None, "quick": plan.get("quick") is True}
 
 
 def _outdated(found: dict) -> str | None:
@@ -231,8 +240,8 @@ def consult(path: str | None, sglang: str | None, machine: Identity | None = Non
     strangers = [name for name in operators if name not in deepseek_v4_sm120.OPS]
     if outdated:
         known = {name: verdict for name, verdict in operators.items() if name not in strangers}
-        return Profile(path, known, outdated=f"profile {path} {outdated}", cards=_cards(found))
+        return Profile(path, known, outdated=f"profile {path} {outdated}", **_plan(found))
     if strangers:  # of this very release
         text = f"profile {path} is damaged: it names {strangers[0]!r:.80}, which is no operator; known: "
         return Profile(path, problem=text + ", ".join(deepseek_v4_sm120.OPS))
-    return Profile(path, operators, cards=_cards(found))
+    return Profile(path, operators, **_plan(found))

@@ -9,10 +9,11 @@ import secrets
 import stat
 from pathlib import Path
 
+from deepseek_v4_sm120.patching import json_file
+
 LIMIT_BYTES = 64 << 20  # a report with a full table of shadow records has 10 MB
 MOST_REPORTS = 1024  # read from one folder: those whose process number is one that runs here, then the newest
 TRIAL_BYTES = 64 << 10  # a full disk still takes empty files, some even short ones
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _written: dict[Path, tuple[int, ...]] = {}  # by this process: path -> _identity
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not block
 
@@ -28,7 +29,7 @@ def replace(folder: Path, name: str, text: str) -> None:
         pass
     except (OSError, ValueError) as error:
         raise FileExistsError(errno.EEXIST, f"{name} {_words(error)}, and is left as it is") from error
-    with _draft(folder, text.encode()) as draft:
+    with json_file.draft(folder, text.encode()) as draft:
         identity = _identity(draft)
         os.rename(draft, final)  # replaces the name itself, whatever was put there meanwhile: no link is followed
     _written[final] = identity
@@ -39,7 +40,7 @@ def problem(folder: str | Path) -> str | None:
     folder = Path(folder)
     try:
         if folder.exists():
-            with _draft(folder, bytes(TRIAL_BYTES)):
+            with json_file.draft(folder, bytes(TRIAL_BYTES)):
                 return None
         above = next(parent for parent in folder.absolute().parents if parent.exists())
         trial = above / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
@@ -96,20 +97,6 @@ def _identity(path: Path) -> tuple[int, ...]:
     """What a rename keeps and another file has otherwise: the number of one that is gone is given to the next."""
     status = os.lstat(path)
     return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
-
-
-@contextlib.contextmanager
-def _draft(folder: Path, data: bytes):
-    """A new file with `data`, removed at the end unless it was renamed."""
-    path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    descriptor = os.open(path, _NEW, 0o644)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-        yield path
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
 
 
 def _parsed(path: Path) -> dict:

@@ -45,9 +45,8 @@ def _package() -> Path:
 def build() -> str | None:
     """A digest of the build's list of files (RECORD) as it lies beside us now; None where there is none to be read: in
     a checkout, or where the folder was taken away."""
-    folder = _package().parent
     try:
-        listed = (folder / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info/RECORD").read_bytes()
+        listed = (_package().parent / deepseek_v4_sm120.RECORD).read_bytes()
     except OSError:
         return None
     return hashlib.sha256(listed).hexdigest()

@@ -424,8 +424,8 @@ def test_what_stands_against_ours_is_said():
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emulated.library_of_run(tmp_path_factory.getbasetemp())
+def library():
+    return emulated.library()
 
 
 SMALL = 64  # hidden

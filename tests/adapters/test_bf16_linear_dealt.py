@@ -308,8 +308,8 @@ TURNS = ((1, 1024), (1, 2048), (3, 1024), (33, 1024), (32, 2048), (2, 2048), (1,
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emulated.library_of_run(tmp_path_factory.getbasetemp())
+def library():
+    return emulated.library()
 
 
 def test_the_places_hold_the_most_rows_in_one_launch(library):

@@ -103,7 +103,7 @@ def is_bad(logprob):
     return logprob is None or not math.isfinite(logprob)
 
 
-CARDS, HOSTS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
+CARDS, HOSTS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")  # as bench/timeline.py has them
 GRAPH_LAUNCH = "cudaGraphLaunch"
 
 

@@ -113,7 +113,6 @@ WRITE = "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 2;\nst.shared.u32 [%r2], %r1;\n
 READ = "xor.b32 %r3, %r2, 4;\nld.shared.u32 %r4, [%r3];\n"
 ALL = "bar.warp.sync 0xffffffff;\n"
 SHUFFLE = "shfl.sync.bfly.b32 %r5, %r4, 1, 31, 0xffffffff;\n"
-LEADER = "and.b32 %r6, %r1, 1;\nsetp.ne.u32 %p1, %r6, 0;\n@%p1 bra $done;\n"
 # name -> (a program of a block of 64 threads, how what it is reported for begins; None: nothing)
 PROGRAMS = {
     "another lane's word": (WRITE + READ, "race: writes"),

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import mmap
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,8 +30,9 @@ if str(REPO) not in sys.path:
 from deepseek_v4_sm120.ops import all_reduce_probe_child as child  # noqa: E402
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension  # noqa: E402
 from deepseek_v4_sm120.ops.shared.checks import Call  # noqa: E402
+from tests.on_cpu import made_of  # noqa: E402
 
-LIBRARY = ("-O1", "-DLIBRARY", "-shared", "-fPIC")
+FLAGS = ("-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas")
 HARNESS = Path(__file__).with_name("all_reduce_on_cpu.cpp")
 SOURCES = (
     *("all_reduce.h", "turn.cuh", "kernel.cuh", "gather.cuh", "ping.cuh", "../device/terms.cuh"),
@@ -62,19 +61,16 @@ def harness(*changes: tuple[str, str]) -> str:
     return HARNESS.read_text().replace("//@@ the kernels", text)
 
 
-def made_of(text: str, folder: Path, *flags: str) -> Path:
-    source, program = folder / "on_cpu.cpp", folder / "on_cpu"
-    source.write_text(text)
-    all_flags = ["-std=c++20", "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas", *flags]
-    subprocess.run([shutil.which("g++") or "c++", *all_flags, source, "-o", program], check=True)
-    return program
+def compiled(*flags: str) -> Path:
+    return made_of(harness(), *FLAGS, *flags)
 
 
-def compiled(folder: Path, *changes: tuple[str, str], flags: tuple[str, ...] = ("-O1",)) -> Path:
-    return made_of(harness(*changes), folder, *flags)
+def library() -> Path:
+    """What stands for the module."""
+    return compiled("-O1", "-DLIBRARY", "-shared", "-fPIC")
 
 
-def compiled_together(folder: Path, variants: list[tuple[str, tuple[tuple[str, str], ...]]]) -> Path:
+def compiled_together(variants: list[tuple[str, tuple[tuple[str, str], ...]]]) -> Path:
     """One program of (what ONLY is, changes) each, as namespaces: what is the standard library's is compiled once. Its
     last argument is a variant's number."""
     included, parts = "".join(re.findall(r"^#include <.*\n", HARNESS.read_text(), flags=re.M)), []
@@ -84,19 +80,7 @@ def compiled_together(folder: Path, variants: list[tuple[str, tuple[tuple[str, s
     mains = ", ".join(f"variant_{number}::main" for number in range(len(variants)))
     parts.append(f"int main(int argc, char** argv) {{\n  constexpr int (*mains[])(int, char**) = {{{mains}}};\n")
     parts.append("  return mains[std::atoi(argv[argc - 1])](argc - 1, argv);\n}\n")
-    return made_of(included + "".join(parts), folder, "-O0", "-Wno-unused-function")
-
-
-def library_of_run(base: Path) -> Path:
-    """What stands for the module: of all workers of a test run, whose folders are beside `base`, one compiles it."""
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
-    folder.mkdir(exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "complete").exists():
-            compiled(folder, flags=LIBRARY)
-            (folder / "complete").touch()
-    return folder / "on_cpu"
+    return made_of(included + "".join(parts), *FLAGS, "-O0", "-Wno-unused-function")
 
 
 class Emulated:

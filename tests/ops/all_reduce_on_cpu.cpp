@@ -147,7 +147,6 @@ uint32_t a_word(std::mt19937& g) {
   if (g() % 4 == 0) return hard[g() % 9];
   return bf16(static_cast<float>(static_cast<int>(g() % 2001) - 1000) / 64) | bf16(static_cast<float>(g() % 777) / 16) << 16;
 }
-constexpr bool is_nan(uint32_t half) { return (half & 0x7fff) > 0x7f80; }
 
 // A block of mhc's summing kernel, as far as it has to do with the sum: slices of tiles, as blocks of their own, and behind them rows.
 // `of_slices`, `of_rows`: [rows, kRowSums], the sums as each has them.

@@ -17,8 +17,8 @@ WRONG, WAITS, ARRIVALS = "wrong", "waits", "arrivals"
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("all_reduce"))
+def program():
+    return compiled("-O1")
 
 
 def run(program, ranks, transport, calls, seed, faulty=-1, patience_ms=100_000, slow=-1, variant=()):
@@ -143,13 +143,13 @@ VARIANTS = {**NOT_SO, "nothing": ("host", ())}
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
+def programs():
     """{name: (a program, its number there)}; not all in one, for the compiler's memory."""
     found, names = {}, list(VARIANTS)
     for some in (names[::2], names[1::2]):
         made = (VARIANTS[name] for name in some)
         variants = [(f"4, {str(transport == 'host').lower()}", changes) for transport, _, *changes in made]
-        program = compiled_together(tmp_path_factory.mktemp("not_so"), variants)
+        program = compiled_together(variants)
         found |= {name: (program, number) for number, name in enumerate(some)}
     return found
 

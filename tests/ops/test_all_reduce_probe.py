@@ -36,9 +36,9 @@ connection.poll(None)
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory, torch_python):
+def program(torch_python):
     """program(fault): of a rank's process."""
-    library = emulated.library_of_run(tmp_path_factory.getbasetemp())
+    library = emulated.library()
     return lambda fault: (*torch_python(), emulated.__file__, str(library), json.dumps(fault))
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepseek_v4_sm120.reference.mxfp4_moe import decode_e2m1
+from tests.on_cpu import made_of
 from tests.ops.mxfp4_moe_order import SLICES, STEP, prepared, product
 
 HERE = Path(__file__).resolve().parent
@@ -40,26 +40,23 @@ class Sorted(ctypes.Structure):
     _fields_ += [(name, INT32) for name in ("gate_row", "up_row", "x_row_chunks")] + [("taken", POINTER)]
 
 
-def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
+def compiled(*changes: tuple[str, str]) -> ctypes.CDLL:
     """The kernels, each change made in their text, which must have it."""
     text = "".join((REPO / "csrc" / name).read_text() for name in HEADERS)
     text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
-    source, made = folder / "sorted.cpp", folder / "sorted.so"
-    source.write_text((HERE / "mxfp4_moe_on_cpu.cpp").read_text().replace("//@@ the kernels", text))
-    command = ["g++", "-std=c++20", "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HERE}"]
-    subprocess.run([*command, source, "-o", made], check=True)
-    library = ctypes.CDLL(str(made))
+    text = (HERE / "mxfp4_moe_on_cpu.cpp").read_text().replace("//@@ the kernels", text)
+    library = ctypes.CDLL(str(made_of(text, "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC")))
     for name in ("prepare", "multiply", "multiply_wide", "few"):
         getattr(library, name).restype = ctypes.c_bool
     return library
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("sorted"))
+def library():
+    return compiled()
 
 
 def steps_of(inputs: int) -> int:
@@ -139,8 +136,8 @@ NOT_SO = {
 
 
 @pytest.mark.parametrize("what", NOT_SO)
-def test_what_is_not_so_is_seen(what, tmp_path):
-    assert not has_the_bits(compiled(tmp_path, NOT_SO[what]), "a tile and a bit", False)
+def test_what_is_not_so_is_seen(what):
+    assert not has_the_bits(compiled(NOT_SO[what]), "a tile and a bit", False)
 
 
 def has_the_bits(library, name: str, gated: bool) -> bool:
@@ -230,8 +227,8 @@ WIDE_NOT_SO = {
 
 
 @pytest.mark.parametrize("what", WIDE_NOT_SO)
-def test_what_is_not_so_of_wide_is_seen(what, tmp_path):
-    assert not is_right_wide(compiled(tmp_path, WIDE_NOT_SO[what]), "tiles and a bit", False)
+def test_what_is_not_so_of_wide_is_seen(what):
+    assert not is_right_wide(compiled(WIDE_NOT_SO[what]), "tiles and a bit", False)
 
 
 def is_right_wide(library, name: str, gated: bool) -> bool:

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
 from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
 from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Inputs, Shape, make_inputs
+from tests.on_cpu import made_of
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
@@ -41,7 +41,7 @@ class Given(ctypes.Structure):
     _fields_ += [("table_stride", INT64), ("num_tables", INT64), ("table_of_row", POINTER)]
 
 
-def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
+def compiled(*changes: tuple[str, str]) -> ctypes.CDLL:
     """The kernel, each change made in its text, which must have it."""
     kernel = "".join((REPO / f"csrc/sparse_decode/{name}.cuh").read_text() for name in ("pairs", "wide"))
     for old, new in changes:
@@ -56,16 +56,13 @@ def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
     text = re.sub(r"^(#include|#pragma once|  extern __shared__).*$", "", text, flags=re.M)
     for register, name in (("ctaid", "blockIdx"), ("tid", "threadIdx")):
         text = re.sub(rf'asm volatile\("mov.u32 %0, %{register}.(.);" : "=r"\(v\)\);', rf"v = {name}.\1;", text)
-    source, made = folder / "pairs.cpp", folder / "pairs.so"
-    source.write_text((HERE / "sparse_decode_pairs_on_cpu.cpp").read_text().replace("//@@ the kernels", text))
-    command = ["g++", "-std=c++20", "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HERE}"]
-    subprocess.run([*command, source, "-o", made], check=True)
-    return ctypes.CDLL(str(made))
+    text = (HERE / "sparse_decode_pairs_on_cpu.cpp").read_text().replace("//@@ the kernels", text)
+    return ctypes.CDLL(str(made_of(text, "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC")))
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("pairs"))
+def library():
+    return compiled()
 
 
 def pointer(tensor) -> int | None:
@@ -210,9 +207,9 @@ def moving(library):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_otherwise_is_seen(moving, change, tmp_path):
+def test_what_is_otherwise_is_seen(moving, change):
     inputs, expected = moving
-    changed = compiled(tmp_path, CHANGES[change])
+    changed = compiled(CHANGES[change])
     with pytest.raises(AssertionError, match="other bits|wait for ever"):
         for at_once, wide in itertools.product((False, True), repeat=2):
             assert same(run(changed, inputs, at_once=at_once, wide=wide), expected), "other bits"

@@ -127,6 +127,17 @@ def test_a_profile_of_another_build_of_this_release_holds_and_is_told(tmp_path, 
     assert profile.consult(write(tmp_path, GOOD | {"build": made}), "0.5.17").outdated is None
 
 
+@pytest.mark.parametrize(
+    ("plan", "is_told"), [({"tp": 2, "quick": True}, True), ({"tp": 2, "quick": False}, False), ({}, False), (3, False)]
+)
+def test_where_a_quick_profile_is_taken_that_is_told(tmp_path, proc, plan, is_told):
+    """In status and doctor's line, and where an operator is left out; by the children of a server, too."""
+    found = profile.consult(write(tmp_path, GOOD | {"plan": plan}), "0.5.17")
+    for one in (found, profile.of_parent(found.handover())):
+        told = (profile.verdicts(one.describe()), one.against("wo_a"), one.against("sparse_decode"))
+        assert [profile.QUICK in text for text in told] == [is_told] * 3, told
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"code": "1", "git_commit": "abc"}'])
 def test_what_a_build_says_of_itself_may_be_damaged(tmp_path, monkeypatch, text):
     (tmp_path / "build_info.json").write_text(text)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.patching import lifetime, report, report_files
+from deepseek_v4_sm120.patching import json_file, lifetime, report, report_files
 from deepseek_v4_sm120.settings import Settings
 from tests.patching.small_host import make
 
@@ -140,7 +140,7 @@ def test_a_full_disk_is_told_once_and_leaves_nothing_behind(host, said, tmp_path
 
     engine_with(folder)
     before = (folder / NAME).read_text()
-    monkeypatch.setattr(report_files, "open", full, raising=False)
+    monkeypatch.setattr(json_file, "open", full, raising=False)
     made = engine_with(folder)
     report.write(made)
     assert "No space left on device" in warning_of(said)

@@ -545,7 +545,7 @@ PLUGIN_DOOR = """
 def test_the_plugin_entry_point_patches_what_is_imported_already(loaded, places, tmp_path):
     """SGLang's own plugin loader over the artifact's dist-info, in a Python that did not run our sitecustomize."""
     (tmp_path / "deepseek_v4_sm120").symlink_to(Path(deepseek_v4_sm120.__file__).parent)
-    write_dist_info(tmp_path, deepseek_v4_sm120.__version__, [])
+    write_dist_info(tmp_path, [])
     code = PLUGIN_DOOR
     for name, value in {**places, "WHEEL": str(unpacked("0.5.23"))}.items():
         code = code.replace(name, repr(value))

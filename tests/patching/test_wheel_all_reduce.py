@@ -219,18 +219,18 @@ def test_the_object_is_asked_for_with_the_groups_cpu_group(version, sglang_wheel
 
 def begun(wheel, module, until):
     """SGLang's modules in the order in which the import of `module` begins them, up to `until`."""
-    order = []
+    order, sources = {}, WheelSources(wheel)  # a thousand modules, which name each other a hundred thousand times
 
     def begin(name):
         for known in itertools.accumulate(name.split("."), "{}.{}".format):
-            if known in order or until in order or WheelSources(wheel).path(known) is None:
+            if known in order or until in order or sources.path(known) is None:
                 continue
-            order.append(known)
+            order[known] = True
             for found in imported(wheel, known) if known != until else ():
                 begin(found)
 
     begin(module)
-    return order
+    return list(order)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs.compressor import PAGE_SIZES, page_bytes
 from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
+from tests.on_cpu import made_of
 from tests.patching.wheels import RELEASES, content, every_release, members
 
 HEADER = Path(__file__).with_name("groups_on_cpu.h")
@@ -64,7 +64,7 @@ def texts(wheel) -> tuple[str, ...]:
 
 
 @functools.cache  # most releases have the files of the one before
-def compiled(parts: tuple[str, ...], folder: Path, old="", new="") -> ctypes.CDLL:
+def compiled(parts: tuple[str, ...], old="", new="") -> ctypes.CDLL:
     """With one thing in their text changed."""
     lines, planner, kernels = parts
     assert old in planner + kernels
@@ -81,22 +81,12 @@ def compiled(parts: tuple[str, ...], folder: Path, old="", new="") -> ctypes.CDL
         "@floats", ", ".join(["float"] * floats)
     )
     calls = calls.replace("@ring", "false," if with_ring else "").replace("@of_ring", ", false" if with_ring else "")
-    source = folder / f"groups{len(list(folder.iterdir()))}.cpp"
-    source.write_text(f"{header}{text}\n{'using namespace sglang;' if within else ''}\n{calls}")
-    made = source.with_suffix(".so")
-    command = ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-o", made, source]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:3000]
-    library = ctypes.CDLL(str(made))
+    text = f"{header}{text}\n{'using namespace sglang;' if within else ''}\n{calls}"
+    library = ctypes.CDLL(str(made_of(text, "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC")))
     for name in ("prefill", "decode"):
         getattr(library, name).argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
         getattr(library, name).restype = ctypes.c_bool
     return library
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("groups")
 
 
 def definition(tokens, ape) -> list[torch.Tensor]:
@@ -197,8 +187,8 @@ def demand_the_definition(library, length: int, ends: list[int], prefix: int, se
 
 @pytest.mark.parametrize("prefix", (0, PAGE))
 @every_release("0.5.20")  # seen from 0.5.14 on, whose text does not change any more
-def test_every_length_and_place(sglang_wheel, folder, version, prefix):
-    library = compiled(texts(sglang_wheel(version)), folder)
+def test_every_length_and_place(sglang_wheel, version, prefix):
+    library = compiled(texts(sglang_wheel(version)))
     for length in (n for n in LENGTHS if n > prefix):
         for ends in chunks(length, prefix):
             demand_the_definition(library, length, ends, prefix)
@@ -214,8 +204,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_noticed(sglang_wheel, folder, fault):
-    library = compiled(texts(sglang_wheel(RELEASES[-1])), folder, *FAULTS[fault])
+def test_a_fault_is_noticed(sglang_wheel, fault):
+    library = compiled(texts(sglang_wheel(RELEASES[-1])), *FAULTS[fault])
     with pytest.raises(AssertionError):
         for length, prefix in ((7, 0), (262, 0), (262, PAGE)):
             for ends in chunks(length, prefix):

@@ -1,7 +1,9 @@
 """Requests with min_p: each release's own way to send tokens round, with ours around it, between two processes and over
 stand-ins."""
 
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from deepseek_v4_sm120.sglang_patches.names import PARALLEL_STATE
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch
 
+REPO = Path(__file__).resolve().parents[2]
 SAMPLER = "sglang.srt.layers.sampler"
 GROUP, ROWS = "the group", "those that share prompts' rows"
 
@@ -122,5 +125,16 @@ def _card(rank, store, with_rows):
 
 
 @pytest.mark.parametrize("with_rows", [False, True], ids=["heads", "rows"])
-def test_two_processes_have_the_first_ones_tokens(with_rows, tmp_path):
-    torch.multiprocessing.spawn(_card, (str(tmp_path / "store"), with_rows), nprocs=2, join=True)
+def test_two_processes_have_the_first_ones_tokens(with_rows, tmp_path, torch_python):
+    card = "import sys; from tests.patching.test_wheel_min_p import _card; _card(int(sys.argv[1]), *eval(sys.argv[2]))"
+    words = [*torch_python(), "-c", card]
+    given = repr((str(tmp_path / "store"), with_rows))
+    both = [
+        subprocess.Popen([*words, str(rank), given], cwd=REPO, stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    try:
+        said = [one.communicate(timeout=120)[1] for one in both]
+    finally:
+        for one in both:
+            one.kill()
+    assert [one.returncode for one in both] == [0, 0], said

@@ -1,5 +1,6 @@
 """Tool calls, read by the parsers of every release that the row is for, whole and in pieces of any number of tokens."""
 
+import ast
 import functools
 import json
 import subprocess
@@ -9,8 +10,20 @@ import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.fixes import tool_strings
-from tests.patching.tool_calls_read import ANSWER, CASES, IN_FRONT, MARK, MARKED, THOUGHT
-from tests.patching.wheels import RELEASES, content, fetch, members, since
+from tests.patching.test_wheel_wo_a import definition
+from tests.patching.tool_calls_read import (
+    ANSWER,
+    CASES,
+    CHAT_CLASS,
+    CHAT_MODULE,
+    IN_FRONT,
+    MARK,
+    MARKED,
+    OF_THOUGHTS,
+    REAL,
+    THOUGHT,
+)
+from tests.patching.wheels import RELEASES, WheelSources, content, fetch, members, since
 
 REPO = Path(__file__).resolve().parents[2]
 OWN_PARSER_SINCE, WHOLE_CALLS_SINCE, WORDS_KEPT_SINCE, CALLS_ENDED_SINCE = "0.5.23", "0.5.21", "0.5.18", "0.5.16"
@@ -22,16 +35,26 @@ read_by = pytest.mark.parametrize("version", [r for r in RELEASES if not since(r
 READER = "import runpy; runpy.run_module('tests.patching.tool_calls_read', run_name='__main__')"
 
 
+@functools.cache
+def texts(version: str) -> tuple[str | None, ...]:
+    """All that the program reads of a release."""
+    sources = WheelSources(fetch(version))
+    chat = definition(fetch(version), f"{CHAT_CLASS}._check_for_unstreamed_tool_args", CHAT_MODULE)
+    return (*map(sources.read, (*REAL, *OF_THOUGHTS)), chat and ast.unparse(chat))
+
+
 @pytest.fixture(scope="module")
 def read(torch_python):
-    """read(version): what the program has printed."""
+    """read(version): what the program has printed, once for releases with the same texts."""
+    found = {}
 
-    @functools.cache
     def of(version: str) -> dict:
-        command = [*torch_python(), "-c", READER, version]
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        if texts(version) not in found:
+            command = [*torch_python(), "-c", READER, version]
+            done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            found[texts(version)] = json.loads(done.stdout)
+        return found[texts(version)]
 
     return of
 

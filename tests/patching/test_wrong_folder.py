@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120 import RECORD, patching
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import report
 from tests.patching.test_table import FAKE_SM120, status
@@ -62,7 +62,7 @@ def checkout(without_module):
     built = without_module / "build/deepseek_v4_sm120"
     for name in (extension.find().name, extension.LIBRARY):
         shutil.copyfile(extension.find().with_name(name), built / name)
-    written = extension._record(built.parent)
+    written = built.parent / RECORD
     written.parent.mkdir()
     files = [file for file in built.rglob("*") if file.is_file()]
     rows = [f"{file.relative_to(built.parent)},{extension._digest(file)},{file.stat().st_size}\n" for file in files]

@@ -29,7 +29,7 @@ from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
 from deepseek_v4_sm120.commands.ending import as_interrupts
 from deepseek_v4_sm120.ops.shared import extension
-from deepseek_v4_sm120.patching import profile
+from deepseek_v4_sm120.patching import json_file, profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     operators = {name: decide(name, found) for name, found in results.items() if name not in not_reached}
     found = redacted(as_profile(operators, device, shapes) | {"not_reached": not_reached, "not_here": not_here})
     try:
-        out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        put(json.dumps(found, indent=1, allow_nan=False) + "\n", out.resolve())
     except OSError as error:
         console.print_json(found)  # minutes of measuring are not lost
         raise CommandError(f"--out: {out} cannot be written: {error.strerror}; what it would hold is above") from error
@@ -128,12 +128,21 @@ def check_out(given: str) -> None:
             raise CommandError(f"--out must be a file to write, {given} is a device or FIFO")
         if not out.parent.is_dir():
             raise CommandError(f"--out: there is no folder {out.parent}")
-        with open(out, "ab"):
+        if facts.is_mount_point(Path("/"), out):
+            raise CommandError(f"--out: {given} is a mount of its own, which no file can replace; mount its folder")
+        if exists:
+            with open(out, "ab"):
+                pass
+        with json_file.draft(out.parent, b""):
             pass
-        if not exists:
-            out.unlink()
     except (OSError, RuntimeError) as error:  # RuntimeError: links that point to each other
         raise CommandError(f"--out: {given:.200} cannot be written: {getattr(error, 'strerror', error)}") from error
+
+
+def put(text: str, out: Path) -> None:
+    """As a whole or not at all: a server reads it at its next start. OSError: what was there is there still."""
+    with json_file.draft(out.parent, text.encode()) as draft:
+        os.replace(draft, out)
 
 
 def asked_here(names: list[str], shapes: dict, cards: int) -> tuple[list[str], dict[str, str]]:

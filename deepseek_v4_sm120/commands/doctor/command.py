@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from deepseek_v4_sm120.commands import console
+from deepseek_v4_sm120.commands.disclosure import API_KEY
 from deepseek_v4_sm120.commands.doctor import (
     cpu_checks,
     facts,
@@ -24,7 +25,6 @@ from deepseek_v4_sm120.commands.doctor.finding import FAIL, Finding
 
 PROBE_SECONDS = 150.0
 PROBE_MIB = 1024  # of each card: a CUDA context and buffers; the sums take another one
-API_KEY = "SGLANG_API_KEY"  # a variable of ours for a key of theirs: SGLang itself takes --api-key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -167,10 +167,19 @@ def _cache(root: Path, variable: str, path: Path, is_container: bool) -> Cache:
 
 def is_mounted(root: Path, path: Path) -> bool:
     """Whether the path lies on a mount other than the container's own file system."""
+    points = _mount_points(root)
+    return any(point != "/" and (str(path) + "/").startswith(point.rstrip("/") + "/") for point in points)
+
+
+def is_mount_point(root: Path, path: Path) -> bool:
+    """Whether the path is what is mounted, as a file of the host may be: no other can be renamed to it."""
+    return str(path) in _mount_points(root)
+
+
+def _mount_points(root: Path) -> list[str]:
     mounts = root / "proc/self/mounts"
     lines = mounts.read_text(errors="replace").splitlines() if mounts.is_file() else []
-    points = [line.split()[1] for line in lines if len(line.split()) > 1]
-    return any(point != "/" and (str(path) + "/").startswith(point.rstrip("/") + "/") for point in points)
+    return [line.split()[1] for line in lines if len(line.split()) > 1]
 
 
 def _versions() -> tuple[dict[str, str | None], dict[str, str]]:

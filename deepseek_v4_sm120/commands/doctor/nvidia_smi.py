@@ -37,7 +37,6 @@ class Gpu:
     link_width: tuple[int | None, int | None]
     power_limit: float | None
     power_default: float | None
-    power_max: float | None
     clock: int | None
     clock_max: int | None
     slowdowns: tuple[str, ...] = ()
@@ -123,7 +122,6 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         link_width=(_of_link(link, "link_widths/current_link_width"), _of_link(link, "link_widths/max_link_width")),
         power_limit=_number(power, "current_power_limit", float) or _number(power, "power_limit", float),
         power_default=_number(power, "default_power_limit", float),
-        power_max=_number(power, "max_power_limit", float),
         clock=_number(node, "clocks/sm_clock"),
         clock_max=_number(node, "max_clocks/sm_clock"),
         slowdowns=tuple(name for name in slow if name not in NOT_A_SLOWDOWN),

@@ -72,6 +72,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     choices = settings().choices
     switched_off = tuple(op for op in OPS if choices.get(op) == "off")
     measured = _profile(settings().profile if arguments.profile is None else arguments.profile, sglang)
+    told = (measured.outdated, measured.of_other_cards(gpus), measured.of_fewer_shapes())
     replaced = [op for op in OPS if op not in switched_off and measured.against(op) is None]
     request = Request(
         model=models.find(arguments.model, arguments.experts),
@@ -83,7 +84,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         sglang=sglang,
         replaced=() if settings().off else tuple(replaced),
         profile=None if measured.warnings else measured.path,
-        profile_told=(*measured.warnings, *filter(None, (measured.outdated, measured.of_other_cards(gpus)))),
+        profile_told=(*measured.warnings, *filter(None, told)),
         switched_off=switched_off,
         draft_head=choices[DRAFT_HEAD] == "on" if DRAFT_HEAD in choices else None,
         also_set={k: v for k, v in choices.items() if k not in (*switched_off, DRAFT_HEAD, PREFILL_GRAPHS)},

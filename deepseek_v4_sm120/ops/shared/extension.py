@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120 import RECORD
 
 LIBRARY = "libdeepseek_v4_sm120.so"  # the kernels, for every Python's _C
 _NAME = "deepseek_v4_sm120._C"
@@ -94,7 +95,7 @@ def _fault(path: Path) -> str | None:
 @functools.lru_cache(maxsize=8)
 def _damage(path: Path, size: int, *_changes: int) -> str | None:
     """What of a file is not as it was built, and what to do; once per process and state of the file."""
-    record = _record(path.parent.parent)
+    record = path.parent.parent / RECORD
     if not record.is_file():
         return _incomplete(path, size)
     name = f"{path.parent.name}/{path.name}"
@@ -120,9 +121,9 @@ def stale() -> str | None:
     """Which of the operators' files of a checkout are not those that its build/ was made of, and what to do: what they
     hand to the module there may be what another one takes."""
     path = find()
-    if path is None or path.parent == _PACKAGE or not os.access(_record(path.parent.parent), os.R_OK):
+    if path is None or path.parent == _PACKAGE or not os.access(path.parent.parent / RECORD, os.R_OK):
         return None
-    whole = [row for row in _lines(_record(path.parent.parent)) if len(row) == 3]  # the last may be cut off
+    whole = [row for row in _lines(path.parent.parent / RECORD) if len(row) == 3]  # the last may be cut off
     operators = [row for row in whole if row[0].startswith(f"{_PACKAGE.name}/ops/") and row[0].endswith(".py")]
     files = {_PACKAGE.parent / name: digest for name, digest, _ in operators}
     if not (others := [file.name for file, digest in files.items() if not file.is_file() or _digest(file) != digest]):
@@ -138,12 +139,12 @@ def absent_sources() -> str | None:
     try:
         return _absent(_PACKAGE.parent, lambda name: name.startswith(f"{_PACKAGE.name}/") and name.endswith(".py"))
     except (OSError, ValueError) as error:
-        return f"{_record(_PACKAGE.parent)} cannot be read ({error}): {_REMEDY}"
+        return f"{_PACKAGE.parent / RECORD} cannot be read ({error}): {_REMEDY}"
 
 
 def _absent(folder: Path, asked: Callable[[str], bool] = bool) -> str | None:
     """Which files of the build the folder lacks, and what to do."""
-    record = _record(folder)
+    record = folder / RECORD
     if not record.is_file():
         return None
     # what runs; without a digest are pip's
@@ -161,10 +162,6 @@ def _lines(record: Path) -> list[list[str]]:
     """As they are: [file, digest, size], or less of it."""
     with open(record, newline="") as lines:
         return list(csv.reader(lines))
-
-
-def _record(folder: Path) -> Path:
-    return folder / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info" / "RECORD"
 
 
 def _incomplete(path: Path, size: int) -> str | None:
