@@ -112,7 +112,7 @@ def verdicts(described: dict) -> str:
     for operator, winner in described["winners"].items():
         without = [way.removeprefix(f"{OURS}, ") for way in described["left_out"].get(operator, ())]
         words.append(f"{operator}: {winner}" + (f" without {', '.join(without)}" if without else ""))
-    return ", ".join(words) + (f" ({QUICK})" if described["quick"] else "")
+    return ", ".join(words) + (f" ({QUICK})" if described.get("quick") else "")
 
 
 def here(sglang: str | None, proc: Path = PROC) -> Identity:
