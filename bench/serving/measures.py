@@ -142,12 +142,10 @@ def figures(cell: Cell, outputs: Sequence[dict], fill: dict | None = None) -> tu
         streams, late = streams[: cell.streams], streams[cell.streams]
         window = late["start_time"], late["start_time"] + late["ttft"]
         if silent := sum(output["start_time"] + output["ttft"] > late["start_time"] for output in streams):
-            raise ValueError(f"{cell.name}: the long prompt came before {silent} of {len(streams)} streams had a token")
+            raise ValueError(f"the long prompt came before {silent} of {len(streams)} streams had a token")
         felt, calm = split_gaps(streams, *window)
         if not felt:
-            raise ValueError(
-                f"{cell.name}: no stream was still decoding when the long prompt came; raise output_tokens"
-            )
+            raise ValueError("no stream was still decoding when the long prompt came; raise output_tokens")
         pools = {"during": [gap * 1e3 for gap in felt], "otherwise": [gap * 1e3 for gap in calm]}
         values["ttft_ms"] = late["ttft"] * 1e3
         gaps = pools["during"]

@@ -207,7 +207,7 @@ def outcome(variant: dict) -> str:
     told += [f"worse in {verdicts['worse']}" + (f": {worse}" if worse else "")] if told else []
     told += [f"{v} in {count}" for v, count in sorted(verdicts.items()) if v not in ("better", "worse")]
     missing = len({row[0] for row in rows if row[1] in UNMEASURED})
-    told += [f"{missing} cells not or partly measured"] if missing else []
+    told += [f"{missing} cell{'s' if missing > 1 else ''} not or partly measured"] if missing else []
     told += ["INCOMPLETE, see below"] if variant["incomplete"] else []
     return f"{variant['sides']['B']['label']} is " + "; ".join(told) if told else "nothing was measured"
 
@@ -300,6 +300,7 @@ def markdown(result: dict) -> str:
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } td, th { border: 1px solid #ccc; padding: 2px 8px; text-align: left }
+td:not(:last-child) { white-space: nowrap } td:last-child { max-width: 28em }
 code, pre { background: #f4f4f4; overflow-x: auto } img { max-width: 100% } .bad { color: #a00; font-weight: bold }
 .better { color: #063 } .worse { color: #a00 }
 """
