@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -13,6 +12,7 @@ from bench.quality import greedy, whole
 from bench.quality.verdict import Verdict
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
+from deepseek_v4_sm120.patching.json_file import draft
 
 
 def _format(gate: str) -> str:
@@ -47,26 +47,14 @@ def must_be_writable(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         raise OSError(errno.EEXIST, "--save wants a file, and there is something else", str(path))
-    with _draft(path.resolve()):
+    with draft(path.resolve().parent, b""):
         pass
-
-
-@contextlib.contextmanager
-def _draft(path: Path):
-    """A new file beside it, removed at the end unless it was renamed."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.touch(exist_ok=False)
-    try:
-        yield draft
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def write(gate: str, path: Path, found: dict) -> Verdict:
     """As a whole or not at all; a link stays one."""
-    with _draft(path.resolve()) as draft:
-        draft.write_text(json.dumps(found))
-        os.replace(draft, path.resolve())
+    with draft(path.resolve().parent, json.dumps(found).encode()) as whole_file:
+        os.replace(whole_file, path.resolve())
     return Verdict(gate, None, f"saved {len(found['entries'])} reference answers to {path}")
 
 

@@ -34,7 +34,7 @@ OTHER_MODEL_TYPES = {
 }
 
 
-EXPERTS = "_dsv4_sm120_experts"  # of a configuration that was read: the format of the weights beside it
+EXPERT_FORMAT = "_dsv4_sm120_expert_format"  # of a configuration that was read: the format of the weights beside it
 SEES_IMAGES = (
     "SGLang serves the text of this checkpoint alone, from 0.5.21 on: images are not read, and before, its loading "
     "ends with the names of the vision tower's weights"
@@ -81,7 +81,7 @@ def sizes(config: Mapping, tp: int = 1) -> dict[str, object]:
 
 def expert_format(config: Mapping) -> str | None:
     """fp4, fp8, nvfp4, or the name of another method; None where nothing tells."""
-    return config.get(EXPERTS) or stored_experts.told(config)
+    return config.get(EXPERT_FORMAT) or stored_experts.told(config)
 
 
 def sees_images(config: Mapping) -> bool:
@@ -121,7 +121,7 @@ def verdicts(config: Mapping, tp: int = 1) -> list[Verdict]:
 
 def read_config(path: str | Path) -> tuple[Path, dict]:
     """(its path, the config.json) of a model's folder, or of that file; JsonFileError, a sentence, for what is none.
-    Of a DeepSeek-V4 whose weights are beside it, with the format of its experts (EXPERTS)."""
+    Of a DeepSeek-V4 whose weights are beside it, with the format of its experts (EXPERT_FORMAT)."""
     place = Path(os.path.expanduser(path))  # as it is where nobody knows the home folder
     place = place / "config.json" if place.is_dir() else place
     try:
@@ -131,7 +131,7 @@ def read_config(path: str | Path) -> tuple[Path, dict]:
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise json_file.JsonFileError(f"{place} is no config.json of a model: it has no model_type")
     if found["model_type"] in MODEL_TYPES and (format_ := stored_experts.stored(place.parent)) is not None:
-        found[EXPERTS] = format_
+        found[EXPERT_FORMAT] = format_
     return place, found
 
 

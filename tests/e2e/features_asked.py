@@ -160,6 +160,14 @@ ENGINES = {  # what matters most first: the limit cuts the last
         tokens=8192,
         limit_s=HOST_POOLS_S,
     ),
+    "slow_hicache_graphs": Engine(
+        (*RECOMMENDED, *HOST, *PREFILL_GRAPHS),
+        phases=FREE,
+        steps=("round", "settle", "fill", "settle", "restored"),
+        tokens=8192,
+        limit_s=HOST_POOLS_S,
+        environment={"SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES": "2000000"},  # 1 ms a layer; read from 0.5.23 on
+    ),
     "hicache_disk": Engine(
         DISKS,
         steps=("round", "settle", "flush_cache", "restored"),
@@ -299,6 +307,11 @@ FEATURES = (
     ),
     Feature(
         "the same + hierarchical cache", "recommended_hicache", TEXT_BASE, same="text", counts=("verified", "host"),
+    ),
+    Feature(
+        "the same + hierarchical cache that loads slowly + prefill graphs (breakable)", "slow_hicache_graphs",
+        TEXT_BASE, same="text", counts=("verified", "host"), acts=("Capture target prefill CUDA graph end",),
+        off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
     ),
     Feature(
         "EAGLE + prefix cache + retraction", "eagle_retracted", TEXT_BASE, same="text", counts=("retracted", "verified")
