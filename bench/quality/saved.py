@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from bench.quality import greedy, whole
 from bench.quality.verdict import Verdict
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
-from deepseek_v4_sm120.patching.json_file import draft
+from deepseek_v4_sm120.patching.json_file import draft, put
 
 
 def _format(gate: str) -> str:
@@ -52,9 +51,7 @@ def must_be_writable(path: Path) -> None:
 
 
 def write(gate: str, path: Path, found: dict) -> Verdict:
-    """As a whole or not at all; a link stays one."""
-    with draft(path.resolve().parent, json.dumps(found).encode()) as whole_file:
-        os.replace(whole_file, path.resolve())
+    put(path, json.dumps(found))
     return Verdict(gate, None, f"saved {len(found['entries'])} reference answers to {path}")
 
 

@@ -1,5 +1,5 @@
 """A JSON file that somebody names: only a file is read, nothing is waited for, size and depth have limits. What is
-written is there as a whole or not at all (`draft`)."""
+written is there as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ def draft(folder: Path, data: bytes) -> Iterator[Path]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+
+
+def put(path: Path, text: str) -> None:
+    """In the place of what is there, all of it at once; a link stays one. OSError: what was there is there still."""
+    final = path.resolve()
+    with draft(final.parent, text.encode()) as new:
+        os.replace(new, final)
 
 
 def _text(path: str | Path, most_bytes: int) -> str:

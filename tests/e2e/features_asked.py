@@ -61,9 +61,8 @@ DRAFTER = {
     **{"dspark_block_size": 3, "dspark_markov_rank": 256, "dspark_noise_token_id": 2},
     **{"dspark_target_layer_ids": [1, 3, 5], "compress_ratios": [0, 0, 4, 128, 4, 128, 0, 0, 0]},
 }
-SLOW_LOADS = (
-    "SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES"  # 0.5.23 reads it: before, that engine's loads are as fast as others'
-)
+# 0.5.23 reads it: before, that engine's loads are as fast as others'
+SLOW_LOADS = "SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES"
 PREFILL_GRAPHS = flags(cuda_graph_backend_prefill="breakable", cuda_graph_bs_prefill=[256, 1024, 2304])
 
 
@@ -255,6 +254,10 @@ ENGINES["held_stock"] = replace(ENGINES["held_stock"], after="held")  # the plac
 TRANSFERRED = (r"\[prefill\] .*Prefill batch.*#inflight-req: ", r"Decode batch.*#transfer-req: ")
 AT_HOME = (r"(?m)^(?!\[prefill\] ).*Prefill batch", r"\[prefill\] .*Decode batch")
 
+CAPTURED_PROMPTS = {
+    "acts": ("Capture target prefill CUDA graph end",),
+    "off": "Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
+}
 FEATURES = (
     Feature("prefix cache (the default)", "radix", steps=ROUND, counts=("cached",)),
     Feature("flush_cache", "radix", steps=("flush_cache", "flushed"), not_counted=("cached",)),
@@ -270,8 +273,7 @@ FEATURES = (
     ),
     Feature("CUDA graphs off", "eager", lacks=("Capture target decode",)),
     Feature(
-        "prefill graphs (breakable)", "prefill_graphs", acts=("Capture target prefill CUDA graph end",),
-        off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
+        "prefill graphs (breakable)", "prefill_graphs", **CAPTURED_PROMPTS,
     ),
     # Inductor's kernels for what is torch's round otherwise: the bits are not asked for
     Feature("--enable-torch-compile, one row", "compiled", TEXT_BASE, same="text", as_asked=("enable_torch_compile",)),
@@ -292,8 +294,7 @@ FEATURES = (
     Feature("DSPARK, a block of 3", "dspark", TEXT_BASE, same="text", counts=("verified",)),
     Feature(
         "DSPARK + prefill graphs (breakable)", "dspark_graphs", TEXT_BASE, same="text", counts=("verified",),
-        acts=("Capture target prefill CUDA graph end",),
-        off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
+        **CAPTURED_PROMPTS,
     ),
     Feature("xgrammar", "grammar", TEXT_BASE, same="text"),
     Feature(
@@ -305,16 +306,14 @@ FEATURES = (
     ),
     Feature(
         "the same + prefill graphs (breakable)", "recommended_graphs", TEXT_BASE, same="text", counts=("verified",),
-        acts=("Capture target prefill CUDA graph end",),
-        off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
+        **CAPTURED_PROMPTS,
     ),
     Feature(
         "the same + hierarchical cache", "recommended_hicache", TEXT_BASE, same="text", counts=("verified", "host"),
     ),
     Feature(
         "the same + hierarchical cache that loads slowly + prefill graphs (breakable)", "slow_hicache_graphs",
-        TEXT_BASE, same="text", counts=("verified", "host"), acts=("Capture target prefill CUDA graph end",),
-        off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
+        TEXT_BASE, same="text", counts=("verified", "host"), **CAPTURED_PROMPTS,
     ),
     Feature(
         "EAGLE + prefix cache + retraction", "eagle_retracted", TEXT_BASE, same="text", counts=("retracted", "verified")

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     operators = {name: decide(name, found) for name, found in results.items() if name not in not_reached}
     found = redacted(as_profile(operators, device, shapes) | {"not_reached": not_reached, "not_here": not_here})
     try:
-        put(json.dumps(found, indent=1, allow_nan=False) + "\n", out.resolve())
+        json_file.put(out, json.dumps(found, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         console.print_json(found)  # minutes of measuring are not lost
         raise CommandError(f"--out: {out} cannot be written: {error.strerror}; what it would hold is above") from error
@@ -137,12 +137,6 @@ def check_out(given: str) -> None:
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: links that point to each other
         raise CommandError(f"--out: {given:.200} cannot be written: {getattr(error, 'strerror', error)}") from error
-
-
-def put(text: str, out: Path) -> None:
-    """As a whole or not at all: a server reads it at its next start. OSError: what was there is there still."""
-    with json_file.draft(out.parent, text.encode()) as draft:
-        os.replace(draft, out)
 
 
 def asked_here(names: list[str], shapes: dict, cards: int) -> tuple[list[str], dict[str, str]]:
