@@ -88,11 +88,13 @@ def test_every_release_measures_the_fake_server(version, generator, serve):
 def late_behind_slow_prompts(generator, backend, serve):
     """Its delay is of the last first token, wherever a request function of the release learns of that."""
     server = serve(step_s=0.02, prefill_s=0.1)
-    rows = [Row([6000 + i] * 4, 8) for i in range(2)] + [Row([9], 1, delay_s=0.05)]
+    rows = [Row([6000 + i] * 4, 30) for i in range(2)] + [Row([9], 1, delay_s=0.05)]
     outputs = generator.run(server.url, backend, "fake/model", rows, 3, True, 30)["outputs"]
     firsts = [output["start_time"] + output["ttft"] for output in outputs[:2]]
     assert min(firsts) - outputs[0]["start_time"] > 0.3 and outputs[2]["success"]
     assert 0.05 <= outputs[2]["start_time"] - max(firsts) < 0.35
+    ends = [output["start_time"] + output["latency"] for output in outputs[:2]]
+    assert outputs[2]["start_time"] < min(ends), "they have ended, and nobody heard their first tokens"
 
 
 def test_the_streams_are_limited_and_the_late_request_is_late(generator, serve):
