@@ -23,11 +23,12 @@ IMPLEMENTATIONS = {
 ISSUE = 23
 SURE = 2.0  # standard errors
 TENTHS = 10
+HOST = "host memory"  # of all processes; "host memory of ROLE": of those
 # of a card: by the driver; by torch's allocators of the schedulers, what they gave out and what they hold; the rest, in
 # which CUDA's own, loaded kernels, NCCL's buffers and what we allocate past torch are
 DRIVERS, ALLOCATED, RESERVED = "memory of the card", "allocated by torch", "reserved by torch"
 BESIDE = "memory of the card beside torch's"
-SLOPE_BARS = {"host memory": 100.0, DRIVERS: 100.0, BESIDE: 100.0}  # MiB an hour of which one is sure
+SLOPE_BARS = {HOST: 100.0, DRIVERS: 100.0, BESIDE: 100.0}  # MiB an hour of which one is sure
 LOSS_BAR = 2.0  # per cent of throughput
 # with nothing running, after the load more than before it: what a client's leftovers may be
 MORE_BARS = {"file handles": 8, "threads": 8, "processes": 0, "entries in /dev/shm": 0, "KV tokens in use": 0}
@@ -154,7 +155,10 @@ def server_rows(row, name: str, calls: list) -> list:
         add(f"fault: {text[:200]}", None)
     add("times that it did not come to rest", sum(call["stuck"] for call in calls), 0)
     marker_rows(add, calls)
-    slope_rows(add, "host memory", [call["series"].get("host memory", []) for call in calls])
+    each = (call["series"] for call in calls)
+    for what in [HOST, *sorted({what for series in each for what in series} - {HOST})]:
+        told = [call["series"][what] for call in calls if what in call["series"]]
+        slope_rows(add, what, [call["series"].get(what, []) for call in calls] if what == HOST else told)
     throughput_rows(add, [load["buckets"] for load in loads])
     for what, bar in {**MORE_BARS, **dict.fromkeys(REPORTED)}.items():
         add(f"{what}, after less before", more(calls, what), bar)

@@ -27,12 +27,14 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -45,7 +47,7 @@ from tests.e2e.callers_cards import of_callers, stages_number  # noqa: E402
 from tests.e2e.faults_stage import MARK, processes_of  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
 from tests.e2e.serving_stage import load_harness  # noqa: E402
-from tests.e2e.soak_rows import ALLOCATED, RESERVED, added  # noqa: E402
+from tests.e2e.soak_rows import ALLOCATED, HOST, RESERVED, added  # noqa: E402
 from tests.e2e.stages import (  # noqa: E402
     EVERY_CALL,
     FEW_EXPERTS,
@@ -63,6 +65,7 @@ LOOK_S = 5.0  # from one search for a server's processes to the next
 STALE_S = 5.0  # what the plugin wrote before says nothing
 # torch's, 32 for each scheduler, 12 GB that end once they had nothing to do for a while: a leak could hide beside it
 COMPILER = "compile_worker"
+ROLE = re.compile(r"sglang::([a-z_]+)")
 MODEL = {"json_model_override_args": json.dumps(FEW_EXPERTS), "swa_full_tokens_ratio": 0.5}
 GRAPHS = ("1", "2", "4", "8", "16", "32", "64")
 MOST_FAULT_TEXTS = 30
@@ -119,6 +122,12 @@ def of_process(pid: int) -> dict | None:
 def of_processes(pids) -> dict:
     found = [one for pid in pids if (one := of_process(pid)) is not None]
     return {name: sum(one[name] for one in found) for name in ("mib", "threads", "handles")} | {"processes": len(found)}
+
+
+def role_of(command: str) -> str:
+    """Which of a server's processes it is, by what SGLang calls it; a scheduler's rank is left out."""
+    role = ROLE.search(command)
+    return role[1].rstrip("_") if role else "front"
 
 
 def blocks(points: list, begin: float, end: float, block_s: float) -> list:
@@ -188,9 +197,9 @@ class Server:
         self.name, self.kind, self.stage, self.mark = name, SERVERS[name], stage, uuid.uuid4().hex
         self.port = stage.arguments.port + 1500 * list(SERVERS).index(name)
         self.watch = stage.arguments.work / f"{name}_watch"
-        self.points: list = []  # (time, of_processes)
+        self.points: list = []  # (time, MiB of each role's processes)
         self.allocators: dict = {}  # (card, ALLOCATED or RESERVED) -> {process: [(time, MiB)]}
-        self.pids, self.looked = [], -LOOK_S
+        self.commands, self.looked = {}, -LOOK_S
         self.found: dict = {"problem": None, "left_out": {}, "stuck": 0}
         self.pool: concurrent.futures.ProcessPoolExecutor | None = None
         self.spec = soak_load.Spec(
@@ -231,8 +240,12 @@ class Server:
         """Looks for new processes now and then: that takes as long as the machine has any."""
         now = time.monotonic()
         if now - self.looked >= LOOK_S:
-            self.pids, self.looked = list(self.living()), now
-        self.points.append((now, of_processes(self.pids)))
+            self.commands, self.looked = self.living(), now
+        mib = Counter()
+        for pid, command in self.commands.items():
+            if (held := of_process(pid)) is not None:
+                mib[role_of(command)] += held["mib"]
+        self.points.append((now, mib))
         self.note_allocators()
 
     def note_allocators(self) -> None:
@@ -314,8 +327,11 @@ class Server:
             "buckets": buckets(seen["answers"], begin, end),
         }
         self.seen, self.judged = seen, (begin, end)
-        host = [(t, held["mib"]) for t, held in self.points]
-        self.found["series"] = {"host memory": blocks(host, begin, end, self.stage.arguments.block_s)}
+        series = {HOST: [(t, mib.total()) for t, mib in self.points]}
+        for role in sorted({role for _, mib in self.points for role in mib}):
+            series[f"{HOST} of {role}"] = [(t, mib[role]) for t, mib in self.points]
+        block_s = self.stage.arguments.block_s
+        self.found["series"] = {what: blocks(points, begin, end, block_s) for what, points in series.items()}
         self.found["compiles"] = served.compiles(self.watch, seen["begin"], end)
         say(f"{self.name}: {sum(seen['counts'].values())} requests, {len(seen['faults'])} faults")
 

@@ -162,6 +162,7 @@ def test_a_server_that_does_all_well(soaked):
     assert plain["ended: aborted: confirmed"] > 0 and plain["prompt tokens from the prefix cache"] > 0
     assert plain["faults"] == 0 and plain["marker answers, alone, before and after"] == 2 * len(soak_load.MARKERS)
     assert plain["hours under load"] > 0 and plain["tokens/s"] > 0
+    assert "host memory of front, MiB an hour" in plain
     assert ("plain", "marker answers under load") not in rows  # as shipped a batch may change a prompt's bits
     assert {row["issue"] for row in rows.values()} == {23}
 
@@ -343,6 +344,22 @@ def test_what_a_process_holds(tmp_path):
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie
     assert soak_stage.of_process(ended.pid) is None and ended.wait() == 0
     assert soak_stage.of_processes([os.getpid(), ended.pid])["processes"] == 1
+
+
+def test_whose_memory_grows_is_told():
+    names = (
+        "sglang::scheduler",
+        "sglang::scheduler_DP0_TP1_EP1",
+        "sglang::detokenizer",
+        "python3 -m sglang.launch_server",
+    )
+    assert [soak_stage.role_of(name) for name in names] == ["scheduler", "scheduler", "detokenizer", "front"]
+    flat, grows = series(lambda t: 900), series(lambda t: 900 + 500 * t / 3600, noise=0.5)
+    each = {"host memory": grows, "host memory of front": flat, "host memory of scheduler": grows}
+    rows = soak_rows.server_rows(collect.row, "plain", [made_call() | {"series": each}])
+    sure = {row["metric"].partition(",")[0]: row for row in rows if row["metric"].endswith("of which one is sure")}
+    assert sure["host memory of front"]["value"] == 0.0 and sure["host memory of scheduler"]["value"] > 100
+    assert {what for what, row in sure.items() if row["met"] is False} == {"host memory"}  # the whole is judged
 
 
 def test_what_torchs_compilers_hold_is_not_the_servers(monkeypatch):
