@@ -212,19 +212,27 @@ def outcome(variant: dict) -> str:
     return f"{variant['sides']['B']['label']} is " + "; ".join(told) if told else "nothing was measured"
 
 
+def rounds_begun(result: dict) -> set[int]:
+    """How many rounds the cells have, side by side; {0} where there is none."""
+    cells = [entry for variant in result["variants"] for entry in variant.get("cells", ())]
+    return {len(runs) for entry in cells for runs in entry["runs"].values()} or {0}
+
+
 def first_lines(result: dict) -> list[str]:
     """What a stranger has to know first: what was compared, on what, what came out, and what to believe."""
     names = {letter: side["label"] for variant in result["variants"] for letter, side in
              variant.get("sides", {}).items()}  # fmt: skip
     compared = " against ".join(f"{letter} = {label}" for letter, label in sorted(names.items())) or "nothing"
-    rounds = result["settings"].get("rounds", 0)
+    asked, begun = result["settings"].get("rounds", 0), rounds_begun(result)
+    few_to_many = " to ".join(map(str, sorted({min(begun), max(begun)})))
+    rounds = f"{asked} rounds" if begun == {asked} else f"{few_to_many} of {asked} rounds"
     found = [
         f"- compared: {compared}; the one intended change: {', '.join(result['changes'])}",
         f"- on: {gpu_names(result['machine'])}; {releases(result)}",
-        f"- how: both sides in turn on one host, {rounds} rounds of every cell, by SGLang's own bench_serving",
+        f"- how: both sides in turn on one host, {rounds} of every cell, by SGLang's own bench_serving",
     ]
     found += [f"- {variant['name']}: {outcome(variant)}" for variant in result["variants"] if variant.get("sides")]
-    believe = ["fewer than three rounds: no difference here has a verdict"] if rounds < 3 else []
+    believe = ["fewer than three rounds: no difference here has a verdict"] if max(begun) < 3 else []
     return found + [f"- to know before believing it: {note}" for note in [*result["notes"], *believe]]
 
 
@@ -251,7 +259,7 @@ def machine_lines(result: dict) -> list[str]:
         f"- {gpu_names(there)}; driver {driver}; {host}",
         f"- {there['date']}, commit {there['commit'] or 'not known'}, load generator {generator}",
         f"- in the load generator's Python: {versions or 'not known'}",
-        f"- {settings['rounds']} rounds, {settings['prompts']} prompts, seed {settings['seed']}, "
+        f"- {settings['rounds']} rounds asked for, {settings['prompts']} prompts, seed {settings['seed']}, "
         f"matrix {result['matrix']}; intended change: {', '.join(result['changes'])}",
         f"- command: `{result['command']}`",
     ]

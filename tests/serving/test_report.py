@@ -17,11 +17,24 @@ def test_what_was_compared_what_came_out_and_what_to_know():
     assert told["compared"] == "A = side A against B = side B; the one intended change: patch"
     assert told["v"] == "side B is better in 4 of 5 figures; worse in 1: intrusion {} (itl_p99_ms)"
     assert told["to know before believing it"] == "random <weights>"
-    found["settings"]["rounds"] = 2
-    assert "fewer than three rounds" in lines_of(found)["to know before believing it"]
+    assert " one host, 3 rounds of every cell, " in told["how"]
     page, text = report.html_page(found, {}, None), report.markdown(found)
     for what in ("side B is better in 4 of 5 figures", "A: side A", "B / A", report.NAMES):
         assert page.index(what) < page.index("commit c") and text.index(what) < text.index("commit c")
+
+
+def test_rounds_that_were_asked_for_and_not_begun_are_none():
+    """Three were asked for."""
+    found = result()
+    cells = found["variants"][0]["cells"]
+    for cell in cells:
+        cell["runs"] = {side: runs[:2] for side, runs in cell["runs"].items()}
+    told = lines_of(found)
+    assert " one host, 2 of 3 rounds of every cell, " in told["how"]
+    assert "fewer than three rounds" in told["to know before believing it"]
+    cells[-1]["runs"]["B"] = []
+    assert " one host, 0 to 2 of 3 rounds of every cell, " in lines_of(found)["how"]
+    assert " one host, 0 of 3 rounds of every cell, " in lines_of(result(cells=[]))["how"]
 
 
 def test_what_was_not_measured_is_told_first():
