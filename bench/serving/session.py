@@ -197,7 +197,7 @@ class Session:
             now = time.monotonic()
             if index and self.settings.limit_s is not None and 2 * now - last - begin > self.settings.limit_s:
                 done = f"{index} of {self.settings.rounds} rounds"
-                raise SessionEnded(f"{done}: another one would pass the limit of {self.settings.limit_s:g} s")
+                raise SessionEnded(f"{done}: another one would pass the limit of {self.settings.limit_s:.0f} s")
             last = now
             yield index
 
