@@ -353,6 +353,23 @@ def test_capture_and_replay():
 
 
 @pytest.mark.gpu
+def test_massive_elements_in_replayed_graphs():
+    x = massive().cuda()
+    y = x.clone()
+    function = shadowed(lambda x, layer: y.clone())
+    function(x, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function(x, 0)
+    for wrong in (x, torch.where(x.abs() > 1, x * NEXT_BF16, x), torch.where(x.abs() > 1, x, 0 * x), x * 1.02):
+        y.copy_(wrong)
+        graph.replay()
+    torch.cuda.synchronize()
+    (record,) = [r for r in shadow.report() if r["captured"]]
+    assert (record["calls"], record["bad_calls"], record["first_bad_call"]) == (4, 2, 3)
+
+
+@pytest.mark.gpu
 def test_first_call_under_capture_is_counted_as_unrecorded():
     device = torch.device("cuda", torch.cuda.current_device())
     x = values(device=device)

@@ -188,7 +188,7 @@ def difference(pairs, *, rounding: float = MASSIVE_ROUNDING) -> dict[str, torch.
             if b.shape[1] >= LONG_ROW:
                 massive = _massive(b)
                 relative = (error / b).abs().masked_fill_(~massive, 0.0).amax().double()
-                worst_rows.append(torch.where(relative > rounding, relative, 0.0))
+                worst_rows.append(relative.masked_fill(relative <= rounding, 0.0))
                 smallest.append(SMALL_REST**2 * b.square().sum(1, dtype=torch.float64))
                 error, b = error.masked_fill_(massive, 0.0), b.masked_fill_(massive, 0.0)
             row_errors.append(error.square().sum(1, dtype=torch.float64))
