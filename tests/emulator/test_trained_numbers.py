@@ -396,6 +396,30 @@ def test_mhc(rows, kernels, mix_scale):
     assert excess(y, true_y, terms * root * inputs.norm_weight.double().abs() * 20, 2.5 * BF16) < 8 * slack + 2 * BF16
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-25, 1e-39])
+@pytest.mark.parametrize("rows, kernels", [(1, "fused"), (3, "split"), (40, "many")])
+def test_norms_of_rows_next_to_nothing(rows, kernels, size):
+    """Squares that vanish, numbers below the normal range: eps is what divides."""
+    inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows, x_scale=size, mix_scale=4.0), seed=rows, device="cpu")
+    x, norm_weight = inputs.streams[:, 0, :1024].contiguous(), torch.ones(1024).bfloat16()
+    with emulated(seed=1, most_instructions=800, multiprocessors=40):
+        new, post, comb, y = mhc.mhc(**inputs.boundary(), kernels=kernels)
+        normed = fp8_linear.latent_norm(x, norm_weight, 1e-6)
+    weights = {name: getattr(inputs, name) for name in ("fn", "scale", "base", "norm_weight")}
+    true_y, true_post, true_comb = mhc_reference.mhc_pre(new, **weights)
+    for one, truth in (
+        (post.view_as(true_post), true_post),
+        (comb.view_as(true_comb), true_comb),
+    ):
+        assert float(((one.double() - truth).abs() / truth).max()) < 1e-5
+    least = 2.0**-133  # of bf16
+    assert excess(y, true_y, true_y.abs() * BF16 + 1000 * least, 2 * BF16) <= 1
+    assert (
+        excess(normed, fp8_reference.latent_norm(x, norm_weight, 1e-6), torch.full_like(x, least).double(), BF16) <= 1
+    )
+    assert bool(y.any()) == bool(normed.any()) == (size > 0)
+
+
 # ---- between cards
 
 
