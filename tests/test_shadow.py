@@ -104,6 +104,78 @@ def test_a_wrong_row_does_not_hide_among_a_prompts(wrong):
     assert record["relative_l2_max"] < BOUND and record["bad_calls"] == int(wrong in ("one row", "a small row"))
 
 
+def massive(rows=4):
+    """As a trained model's residual has it: three channels, far above all others."""
+    x = values(rows, heads=16) * 0.05
+    x[:, 0, 3], x[:, 5, 7], x[:, 9, 1] = 7e4, -1500.0, 40.0
+    return x.bfloat16().float()
+
+
+NEXT_BF16 = 1 + 2.0**-8  # of what is a little above a power of two: rounded the other way
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("nothing", "a massive one by a rounding", "all massive ones by a rounding"),
+        *("a massive one", "the last massive one", "all others are zero", "others of one row", "another row's others"),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_massive_elements_are_judged_by_themselves(wrong, rows):
+    x = massive(rows)
+    y = x.clone()
+    if wrong == "a massive one by a rounding":
+        y[0, 0, 3] *= NEXT_BF16**2
+    elif wrong == "all massive ones by a rounding":
+        y = torch.where(x.abs() > 1, x * NEXT_BF16, x)
+    elif wrong == "a massive one":
+        y[-1, 0, 3] *= 1.02
+    elif wrong == "the last massive one":
+        y[-1, 9, 1] *= 0.98
+    elif wrong == "all others are zero":
+        y = torch.where(x.abs() > 1, x, 0.0)
+    elif wrong == "others of one row":
+        y[-1] *= 1 + 3 * BOUND
+    elif wrong == "another row's others":
+        y[-1, 10:] = x[-1, 10:].flip(0)
+    shadowed(lambda x, layer: y)(x, 0)
+    (record,) = shadow.report()
+    is_right = wrong == "nothing" or wrong.endswith("by a rounding")
+    assert record["bad_calls"] == (not is_right)
+    before = float((y - x).norm() / x.norm())  # what it was judged by
+    if wrong in ("all others are zero", "another row's others", "the last massive one"):
+        assert before < BOUND / 100
+    elif is_right and wrong != "nothing":
+        assert before > BOUND / 2 and record["relative_l2_max"] == 0 == record["row_relative_l2_max"]
+
+
+def test_massive_elements_of_what_has_to_be_equal():
+    x = massive()
+    y = x.clone()
+    y[2, 0, 3] *= NEXT_BF16
+    shadow.record("test", [(y, x)], identity=0, shape={"rows": 4}, relative_l2=0.0)
+    assert shadow.report()[0]["bad_calls"] == 1
+
+
+def test_a_row_that_is_little_more_than_massive_elements():
+    """Numbers where stock has zeros, far below and far above a millionth of the row."""
+    x = torch.zeros(3, 512)
+    x[:, 7] = 1e5
+    for noise, is_bad in ((1e-6, False), (1e-1, True)):
+        shadow.reset()
+        shadowed(lambda x, layer, noise=noise: x + noise * torch.randn(512).sign() * (x == 0))(x, 0)
+        assert shadow.report()[0]["bad_calls"] == is_bad
+
+
+def test_what_is_too_great_for_a_sum_of_squares_is_not_taken_as_equal():
+    x = torch.full((2, 512), 1e20)
+    for factor, is_bad in ((1.0, False), (1.5, True)):
+        shadow.reset()
+        shadowed(lambda x, layer, factor=factor: x * factor)(x, 0)
+        assert shadow.report()[0]["bad_calls"] == is_bad
+
+
 def test_a_row_of_one_tensor_does_not_hide_beside_another():
     weights, ids = torch.rand(256, 6), torch.randint(0, 256, (256, 6)).float()
     found = weights.clone()
@@ -193,10 +265,12 @@ def test_layers_are_numbered_by_first_appearance():
     assert [(r["layer"], r["calls"]) for r in shadow.report()] == [(0, 2), (1, 1), (2, 1)]
 
 
-def test_chunks_make_no_difference(monkeypatch):
-    x, y = values(50), values(50) * 1.002
+@pytest.mark.parametrize("make", [values, massive])
+def test_chunks_make_no_difference(monkeypatch, make):
+    x = make(50)
+    y = x * 1.002
     whole = shadow.difference([(y, x)])
-    monkeypatch.setattr(shadow, "CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr(shadow, "CHUNK_ELEMENTS", 5 * x[0].numel() // 2)
     parts = shadow.difference([(y, x)])
     for name in whole:
         assert parts[name].item() == pytest.approx(whole[name].item(), rel=1e-6), name
@@ -276,6 +350,23 @@ def test_capture_and_replay():
     for record in captured:
         assert record["calls"] == 5 and record["bad_calls"] == 1 and record["first_bad_call"] == 4
         assert record["relative_l2_max"] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_massive_elements_in_replayed_graphs():
+    x = massive().cuda()
+    y = x.clone()
+    function = shadowed(lambda x, layer: y.clone())
+    function(x, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function(x, 0)
+    for wrong in (x, torch.where(x.abs() > 1, x * NEXT_BF16, x), torch.where(x.abs() > 1, x, 0 * x), x * 1.02):
+        y.copy_(wrong)
+        graph.replay()
+    torch.cuda.synchronize()
+    (record,) = [r for r in shadow.report() if r["captured"]]
+    assert (record["calls"], record["bad_calls"], record["first_bad_call"]) == (4, 2, 3)
 
 
 @pytest.mark.gpu

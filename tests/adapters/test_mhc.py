@@ -282,6 +282,27 @@ def test_shadow_compares_every_output_by_itself(served, inputs, shadow_mode, kee
     assert all(record["calls"] == 1 and record["shape"]["rows"] == 3 for record in records.values())
 
 
+def test_shadow_judges_a_small_stream_beside_large_ones(served, inputs, shadow_mode):
+    shadow_mode("1")
+    sizes = torch.tensor([1e3, 1.0, 30.0, 1e-2])
+    inputs.streams = (inputs.streams * sizes[:, None]).bfloat16()
+    inputs.comb, inputs.f = torch.eye(4).expand(3, 4, 4).contiguous(), inputs.f * 0
+    for wrong in (None, 3, 1, 0):
+        shadow.reset()
+
+        def original(*args, wrong=wrong, **kwargs):
+            streams, *rest = original_fused(*args, **kwargs)
+            if wrong is not None:
+                streams = streams.clone()
+                streams[2, wrong] = streams[1, wrong]
+            return streams, *rest
+
+        fused = adapter.replace_fused_post_pre(original)
+        fused(*fused_arguments(inputs), norm_weight=inputs.norm_weight, norm_eps=EPS)
+        (streams,) = (record for record in shadow.report() if record["shape"]["output"] == "streams")
+        assert streams["bad_calls"] == (wrong is not None) and streams["shape"]["rows"] == 3, wrong
+
+
 def test_shadow_norms_what_stock_has_not(served, inputs, shadow_mode):
     shadow_mode("1")
     pre = adapter.replace_hc_pre(original_hc_pre)

@@ -1,5 +1,6 @@
 """The adapters of sparse decode on argument sets as SGLang makes them; the reference is in the operator's place."""
 
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -367,4 +368,59 @@ def test_shadow_runs_both_and_keeps_the_originals_result(served, monkeypatch):
     assert record["shape"] == {
         "rows": 2, "heads": 16, "width": 128, "page_size": 256, "extra_width": 512, "extra_page_size": 64
     }  # fmt: skip
+    shadow.reset()
+
+
+def in_e4m3(values, scale):
+    return (values / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scale
+
+
+def flashinfers(call, heads):
+    """What FlashInfer's decode kernel for SM120 computes: queries in E4M3 with a power of two for 64 dimensions; of 64
+    candidates at a time the weights times their exponents in E4M3, by the greatest of a head and 64 dimensions."""
+    q = call["q"][:, 0, :heads].double()
+    tiles = q[..., :448].unflatten(-1, (7, 64))
+    powers = torch.exp2((tiles.abs().amax(-1, keepdim=True) / 448).log2().ceil())
+    q = torch.cat([in_e4m3(tiles, powers).flatten(-2), q[..., 448:]], -1)
+    parts = []
+    for pages, indices, length in (("k_cache", "indices", "topk_length"), ("extra_k_cache", "extra_indices_in_kvcache",
+                                                                           "extra_topk_length")):  # fmt: skip
+        pages, indices = call[pages], call[indices]
+        keys, valid = reference._gather(pages, indices, call[length], torch.float64)
+        slots = indices[:, 0, : keys.shape[1]].clamp_min(0).long()
+        exponents = pages_of._sections(pages)[1][slots // pages.shape[1], slots % pages.shape[1]][..., :7]
+        parts += zip(*(t.split(64, 1) for t in (keys, valid, torch.exp2(exponents - 127.0))), strict=True)
+    scores = [(torch.einsum("rhd,rnd->rhn", q, k) * SCALE).masked_fill(~v[:, None], -torch.inf) for k, v, _ in parts]
+    greatest = torch.cat(scores, -1).amax(-1, keepdim=True)
+    total = torch.exp(call["attn_sink"][:heads, None] - greatest)
+    out = 0
+    for score, (keys, _, powers) in zip(scores, parts, strict=True):
+        weights = torch.exp(score - greatest)
+        total = total + weights.sum(-1, keepdim=True)
+        scaled = weights[..., None] * powers[:, None]  # [rows, heads, candidates, tiles]
+        kept = in_e4m3(scaled, scaled.amax(2, keepdim=True).clamp_min(1e-10) / 448) / powers[:, None]
+        nope = torch.einsum("rhnt,rntd->rhtd", kept, keys[..., :448].unflatten(-1, (7, 64))).flatten(-2)
+        out = out + torch.cat([nope, torch.einsum("rhn,rnd->rhd", weights, keys[..., 448:])], -1)
+    return (out / total)[:, None].bfloat16()
+
+
+@pytest.mark.parametrize("kernels, is_bad", [("flashinfer", False), ("triton", True), (None, True)])
+def test_shadow_allows_what_the_originals_kernels_round(served, monkeypatch, kernels, is_bad):
+    """FlashInfer's own error is in every call; beside the others it would be a fault of somebody's."""
+    from deepseek_v4_sm120.sglang_patches import shadow
+
+    mode(monkeypatch, shadow="1")
+    monkeypatch.setattr(shadow, "settings", adapter.settings)
+    monkeypatch.setattr(shadow, "_start_writer", lambda: None)
+    if kernels:
+        monkeypatch.setattr(sys.modules[__name__], "_sm120_default_backend", kernels, raising=False)
+    shadow.reset()
+    call = engine_call(RECORDED[1])
+
+    def stock(**kwargs):
+        return flashinfers(call, 64), None
+
+    adapter.replace_sm120(stock)(**call)
+    (record,) = shadow.report()
+    assert record["bad_calls"] == is_bad and 0.02 < record["relative_l2_max"] < 0.04
     shadow.reset()

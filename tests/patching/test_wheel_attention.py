@@ -21,7 +21,7 @@ from deepseek_v4_sm120.specs import sparse_decode as spec
 from deepseek_v4_sm120.specs.provider import STOCK
 from tests.patching.test_wheel_prefill import Metadata as Lists
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import every_release, fetch, since, tree
+from tests.patching.wheels import content, every_release, fetch, since, tree
 
 FIRST, HEADS, PADDED, DECODE_ROWS = "0.5.14", 16, 64, 64  # DECODE_ROWS: SM120_DECODE_MAX_TOKENS of 0.5.20 and later
 LENGTHS = {4: "c4_sparse_topk_lengths", 128: "c128_topk_lengths_clamp1"}
@@ -187,3 +187,16 @@ def is_size(node) -> bool:
     """_NAME = number, or of other such."""
     simple = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp)
     return simple and isinstance(node.targets[0], ast.Name) and node.targets[0].id.startswith("_")
+
+
+@every_release("0.5.13")
+def test_whose_kernels_stock_calls(version):
+    """What the adapter chooses shadow mode's bound by."""
+    asked = set()
+    for node in ast.walk(tree(fetch(version), SM120_ATTENTION if since(version, "0.5.16") else SM120_ATTENTION_0_5_14)):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "_sm120_default_backend":
+            asked.add(ast.literal_eval(node.comparators[0]))
+    by_flashinfer = since(version, "0.5.15")
+    assert asked == ({"flashinfer", "triton"} if by_flashinfer else {"triton"})
+    environment = content(fetch(version), "sglang/srt/environ.py")
+    assert ('SGLANG_SM120_FLASHMLA_BACKEND = EnvStr("flashinfer")' in environment) == by_flashinfer

@@ -382,6 +382,7 @@ OBJECTS = {
         "metadata": ((PREFILL, BACKEND + ":DSV4AttnMetadata"),),
         "pool": ((PREFILL, f"{POOL}:DeepSeekV4TokenToKVPool"),),
         "pool.swa_kv_pool": ((PREFILL, f"{POOL}:DeepSeekV4SingleKVPool"),),
+        "sys.modules[original.__module__]": (("<0.5.16", SM120_ATTENTION_0_5_14),),  # others: test_wheel_attention.py
     },
     "unchosen_tools": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
