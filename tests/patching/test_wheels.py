@@ -42,8 +42,7 @@ from tests.patching.wheels import RELEASES, WheelSources, check_once, content, e
 
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
-SAMPLER = DRAW.partition(":")[0]
-MARLIN = MARLIN_EXPERTS.partition(":")[0]
+SAMPLER, MARLIN = (where.partition(":")[0] for where in (DRAW, MARLIN_EXPERTS))
 PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 EVERYWHERE = {
     **{"stripped_thoughts": scheduler.REQUEST.partition(":")[0], "nccl_start": NCCL},
@@ -79,6 +78,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", **of_steps}
+    found |= {"freed_windows": scheduler.FREED_WINDOWS.targets[0].module} if version == "0.5.18" else {}
     return found | dict(("cached_beginning", module) for first, module in CUT_IN.items() if since(version, first))
 
 

@@ -159,3 +159,20 @@ FENCED_COPIES = Patch(
     retire="with SGLang 0.5.22",
     absent="0.5.23 has both copies wait",
 )
+
+FREED_WINDOWS = Patch(
+    name="freed_windows",
+    why="where two prompts of a pass begin alike and the shorter one's window lies in that beginning, its window is "
+    "freed while it runs: its answer goes on from slot 0, and nothing says so; the other's is lost, and the check of "
+    'the books ends the server: "pool memory leak detected" (sglang #36081)',
+    targets=(
+        targets_of_fix("freed_windows")(
+            "sglang.srt.mem_cache.allocator.swa:SWATokenToKVPoolAllocator.free_swa",
+            "free_swa",
+            Parameters(("self", "free_index")),
+            ">=0.5.18,<0.5.19",
+        ),
+    ),
+    retire="with SGLang 0.5.18",
+    absent="up to 0.5.17 windows are freed at once, from 0.5.19 on they are looked up before",
+)
