@@ -125,9 +125,13 @@ def replace_adjustments(original: Callable) -> Callable:
     def handle_model_specific_adjustments(server_args):
         models_served.forget()
         report.forget_notes()
-        if (engine := patching.active_engine()) is not None:
-            engine.steering.begin(os.environ)
-        return original(server_args)
+        engine = patching.active_engine()
+        if engine is None:
+            return original(server_args)
+        engine.steering.begin(os.environ)
+        resolved = original(server_args)
+        engine.steering.end(os.environ)
+        return resolved
 
     return handle_model_specific_adjustments
 
