@@ -420,7 +420,7 @@ OBJECTS = {
 # what is ours, torch's or Python's, by adapter; "*": in any
 OURS = {
     "*": {"settings()", "original", "kept", "engine", "engine.steering", "function"},
-    "all_reduce": {"asked", "communicator", "communicator.sums", "place", "places[0]", "verdict"},
+    "all_reduce": {"asked", "communicator", "communicator.sums", "found", "place", "places[0]", "verdict"},
     "argument_defaults": {"c", "engine.profile", "found.hf_config", "engine.steering.outcome('reproducible')"},
     "bf16_linear_dealt": {"communicator", "communicator.product_tags", "group"},
     "prompt_passes": {"communicator"},
@@ -441,7 +441,11 @@ OURS = {
     **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
-    **{"nccl_start": {"teller"}, "penalties": {"changes", "kind", "told"}, "prompt_logprobs": {"of_pass"}},
+    **{
+        "nccl_start": {"teller", "verdict", "peer"},
+        "penalties": {"changes", "kind", "told"},
+        "prompt_logprobs": {"of_pass"},
+    },
     **{"stop_sequences": {"listening"}, "unknown_tokens": {"asked"}, "echoed_items": {"raw_request"}},
     **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}},
