@@ -61,7 +61,7 @@ def _is_ours(group) -> bool:
 def _leave_peers_that_fail(group, device, is_first: bool) -> None:
     """NCCL reads the variable when it makes its first communicator, which is behind this, on all ranks alike."""
     verdict = all_reduce.find_ahead(group, device)
-    if verdict is None or not verdict.peers_fail or NCCL_P2P in os.environ:
+    if verdict is None or not verdict.peers_fail or os.environ.get(NCCL_P2P):
         return
     os.environ[NCCL_P2P] = "1"
     if is_first:
