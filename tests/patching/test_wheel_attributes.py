@@ -103,6 +103,7 @@ OBJECTS = {
         "importlib.import_module(PARALLEL_STATE)": ((STATE,),),
     },
     "argument_defaults": {
+        "sys.modules.get(ENVIRON)": ((f"{SRT}.environ",),),
         "server_args": (ARGUMENTS,),
         "declarations": ((">=0.5.19", f"{SRT}.arg_groups.overrides"),),
         "importlib.import_module(MODEL_CONFIG)": ((">=0.5.19", f"{SRT}.arg_groups.model_override_base"),),
