@@ -50,6 +50,7 @@ class Steering:
         self.outcomes = [replace(outcome) for outcome in self._decided]
         self.is_child = False
         self._ours: dict[str, str] = {}  # variables that we set; all others that are set are the user's
+        self._left: dict[str, str] = {}  # what the host has made of them
 
     def _decide(self, row: Default, in_range: Callable[[str], bool], settings: Settings) -> Outcome:
         asked = settings.choices.get(row.name)
@@ -95,12 +96,19 @@ class Steering:
 
     def begin(self, environ: MutableMapping[str, str]) -> None:
         """The host begins to resolve a server's arguments, whatever its model. What an earlier server was given, in
-        this process or in the one that started it, is taken back, but for what somebody has written over."""
+        this process or in the one that started it, is taken back, but for what somebody has written over: the host's
+        own value is written over again, and any other is the user's from now on."""
         given = {**self._ours, **json.loads(environ.pop(HANDOVER, "{}"))}
         for name in [name for name, value in given.items() if environ.get(name) == value]:
             del environ[name]
+        is_users = {name for name in self._ours if name in environ and environ[name] != self._left.get(name)}
+        self._ours = {name: value for name, value in self._ours.items() if name not in is_users}
         self.outcomes = [replace(outcome) for outcome in self._decided]
         self.is_child = False
+
+    def end(self, environ: Mapping[str, str]) -> None:
+        """The host has resolved what it resolves by the model, and may have written over variables of ours."""
+        self._left = {name: environ[name] for name in self._ours if name in environ}
 
     def set_aside(self, reason: str) -> None:
         """None of the defaults is changed, until `begin`: the host serves a model that they are not for."""

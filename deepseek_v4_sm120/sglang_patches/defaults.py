@@ -12,6 +12,7 @@ from deepseek_v4_sm120.patching.spec import VALUE, Default
 DECODE_STEPS_BETWEEN_CHUNKS = 8
 CAPTURED_ROWS = 1024  # of a prefill pass in graphs, at most; on one card
 HALF_ROWS = 2048  # of a prompt's half at least: fewer are soon bound by the host
+DEALT_STREAMS = "dealt_streams"
 TRIED = 0  # no number: it is tried out
 # whose originals have another order of sums for another number of rows; compressors have not, sums tell themselves
 REPRODUCIBLE = (
@@ -59,7 +60,7 @@ DEFAULTS = (
         value=TRIED,
     ),
     Default(
-        name="dealt_streams",
+        name=DEALT_STREAMS,
         why="every card makes the boundaries of all rows of a prompt and keeps their streams, 32 KB a row. Dealt to "
         "the cards, with a reduce-scatter and an all-gather in place of each sum, each of the one to three sets of "
         "streams that a pass holds takes 134 MB less of 268 at two cards, 201 at four (8,192 rows). Faster over "

@@ -19,6 +19,12 @@ FIND_LOADER = "dynamic_import"  # "module.function" -> the function, where a --c
 EVERY, DSPARK_SINCE = ">=0.5.12,<0.6", ">=0.5.16,<0.6"
 EXTENSION = "deepseek_v4_sm120.ops.shared.extension:load"
 LOADER = "sglang.srt.model_loader.loader"
+# 0.5.17 and later: requests are read, and answers written, by SGLang's own Rust code in place of Python's
+RUST_FRONT, RUST_FRONT_SINCE, IS_TRUE = "SGLANG_RUST_SERVER", (0, 5, 17), ("true", "1", "yes", "y")
+WITHOUT_FRONT = (
+    "SGLang's Rust code reads the requests and writes the answers, so what ours mends there is not in place: thoughts, "
+    "tools and schemas over the chat API, requests that end a server"
+)
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 NCCL = "sglang.srt.distributed.device_communicators.pynccl"
 

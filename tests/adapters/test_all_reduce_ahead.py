@@ -84,22 +84,35 @@ class Theirs:
         self.disabled = False
 
 
+@pytest.fixture
+def a_rank(monkeypatch):
+    """a_rank(told) -> in rank 1 of 2 of a server of which that was told; the groups behind it are not made yet."""
+
+    def become(told):
+        monkeypatch.setattr(models_served, "announced", lambda: told)
+        state = ModuleType(adapter.PARALLEL_STATE)
+        state._TP = None
+        monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+        monkeypatch.setattr(adapter.report, "write", lambda *_: None)
+        monkeypatch.setattr(adapter.report, "_notes", {})
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+        monkeypatch.setattr(device_gate, "serves_capability", lambda *_: True)
+        monkeypatch.setattr(adapter.several_hosts, "ask", lambda: None)
+        monkeypatch.setattr(adapter, "_most_rows", lambda: 8)
+        return state
+
+    return become
+
+
 @pytest.mark.parametrize("why", ["several_hosts", "not served", "too many rows", "raises", "asked"])
-def test_what_was_started_ahead_ends_where_no_probe_asks_it(why, monkeypatch):
-    ahead, told = Ahead(), OURS | {why: True}
+def test_what_was_started_ahead_ends_where_no_probe_asks_it(why, a_rank, monkeypatch):
+    ahead = Ahead()
+    a_rank(OURS | {why: True})
     monkeypatch.setattr(process, "_ahead", [ahead])
-    monkeypatch.setattr(models_served, "announced", lambda: told)
-    state = ModuleType(adapter.PARALLEL_STATE)
-    state._TP = None
-    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
-    monkeypatch.setattr(adapter.report, "write", lambda *_: None)
-    monkeypatch.setattr(adapter.report, "_notes", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     monkeypatch.setattr(device_gate, "serves_capability", lambda *_: why != "not served")
-    monkeypatch.setattr(adapter.several_hosts, "ask", lambda: None)
     monkeypatch.setattr(adapter, "_most_rows", lambda: 513 if why == "too many rows" else 8)
     verdict = SimpleNamespace(peers_fail=False, transport=None, describe=lambda: "none", as_dict=dict)
 
@@ -122,3 +135,51 @@ def test_what_was_started_ahead_ends_where_no_probe_asks_it(why, monkeypatch):
 
 def gathered(told, value, group):
     told[:] = [value] * len(told)
+
+
+# ---- what is found in front of NCCL's start
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """The number of probes, each of which finds that peers fail and host memory is no way either."""
+    verdict, calls = SimpleNamespace(peers_fail=True, transport=None, describe=lambda: "none", as_dict=dict), []
+    monkeypatch.setattr(adapter.all_reduce_probe, "probe", lambda *_, **__: calls.append(1) or verdict)
+    monkeypatch.setattr(adapter, "_found_ahead", {})
+    monkeypatch.setattr(adapter, "_without_peers", set())
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(adapter.patching, "active_engine", lambda: SimpleNamespace(in_place=lambda: {"all_reduce"}))
+    return verdict, calls
+
+
+DEVICE = torch.device("cuda", 1)
+
+
+def test_what_is_found_in_front_of_nccl_is_not_asked_again(a_rank, probed):
+    verdict, calls = probed
+    a_rank(OURS)
+    assert adapter.find_ahead("group", DEVICE) is verdict and calls == [1]
+    made = adapter.replace_dispatch(lambda group, device: Theirs)(group="group", device=DEVICE)("group", DEVICE)
+    assert calls == [1] and made.disabled and adapter._found_ahead == {}
+    adapter.replace_dispatch(lambda group, device: Theirs)(group="another", device=DEVICE)("another", DEVICE)
+    assert calls == [1, 1]  # of a group of which nothing was found in front
+
+
+def test_what_stands_against_a_probe_is_not_asked_again_either(a_rank, probed, monkeypatch):
+    a_rank(OURS)
+    monkeypatch.setattr(adapter, "_most_rows", lambda: 513)
+    assert adapter.find_ahead("group", DEVICE) is None
+    monkeypatch.setattr(adapter, "_most_rows", lambda: pytest.fail("asked again"))
+    made = adapter.replace_dispatch(lambda group, device: Theirs)(group="group", device=DEVICE)("group", DEVICE)
+    assert not made.disabled and probed[1] == []
+
+
+@pytest.mark.parametrize("what", ["another group", "three ranks", "left out", "no engine", "told otherwise"])
+def test_where_there_will_be_no_probe_none_is_asked_in_front(what, a_rank, probed, monkeypatch):
+    state = a_rank(OURS | ({"summing_ranks": 0} if what == "told otherwise" else {}))
+    state._TP = object() if what == "another group" else None
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 3 if what == "three ranks" else 2)
+    if what in ("left out", "no engine"):
+        engine = None if what == "no engine" else SimpleNamespace(in_place=set)
+        monkeypatch.setattr(adapter.patching, "active_engine", lambda: engine)
+    assert adapter.find_ahead("group", DEVICE) is None and probed[1] == [] and adapter._found_ahead == {}

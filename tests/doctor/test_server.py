@@ -9,6 +9,7 @@ import pytest
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import server
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from deepseek_v4_sm120.sglang_patches.names import RUST_FRONT_SINCE
 from tests.patching.test_wheel_speculation import number
 from tests.patching.wheels import content, every_release, fetch
 
@@ -156,6 +157,29 @@ def test_requests_that_each_card_ends_by_its_own_clock_are_told(version, cards, 
     answers = server.Answers(info, None, model_type="deepseek_v4", variables=variables)
     told = {f.check: f for f in server.checks(answers)}.get("request timeouts")
     assert (told is not None) is is_told and (told is None or "#27221" in told.cost)
+
+
+@pytest.mark.parametrize(
+    ("version", "variables", "is_told"),
+    [
+        *(("0.5.23", {"SGLANG_RUST_SERVER": on}, True) for on in ("1", "True", "yes")),
+        ("0.5.17", {"SGLANG_RUST_SERVER": "1"}, True),
+        ("0.5.16", {"SGLANG_RUST_SERVER": "1"}, False),
+        *(("0.5.23", {"SGLANG_RUST_SERVER": off}, False) for off in ("0", "false", "")),
+        ("0.5.23", {}, False),
+        ("0.5.23", None, False),
+    ],
+)
+def test_what_a_front_of_sglangs_own_leaves_out_is_told(version, variables, is_told):
+    answers = server.Answers(PLANNED | {"version": version}, None, model_type="deepseek_v4", variables=variables)
+    told = {f.check: f for f in server.checks(answers)}.get("front")
+    assert (told is not None) is is_told and (told is None or told.fix == "unset SGLANG_RUST_SERVER")
+
+
+@every_release()
+def test_since_when_there_is_another_front(version):
+    is_there = "SGLANG_RUST_SERVER" in content(fetch(version), "sglang/srt/environ.py")
+    assert is_there is (number(version) >= RUST_FRONT_SINCE)
 
 
 @every_release()

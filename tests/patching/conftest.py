@@ -155,6 +155,9 @@ started = True
 class Scheduler:
     def _get_new_batch_prefill_raw(self, prefill_delayer_single_pass, running_batch):
         return None, running_batch
+
+    def run_event_loop(self):
+        pass
 """
 SCHEDULE_POLICY = """
 class PrefillAdder:
@@ -349,6 +352,9 @@ class MoEGate:
 """
 COMMUNICATOR = "def dispatch_custom_allreduce(group, device):\n    return 'original communicator'\n"
 GRAPHS = "class PrefillCudaGraphRunner:\n    def execute(self, forward_batch, **kwargs):\n        pass\n"
+COPIES = "class HybridCacheController:\n" + "".join(
+    f"    def start_{kind}(self):\n        pass\n\n" for kind in ("loading", "writing")
+)
 NCCL = "class PyNcclCommunicator:\n    def __init__(self, group, device):\n        pass\n"
 PARALLEL_STATE = """
 _WORLD = None
@@ -402,6 +408,7 @@ TREE_0_5_17 = {
     "sglang/srt/distributed/device_communicators/custom_all_reduce.py": COMMUNICATOR,
     "sglang/srt/distributed/device_communicators/pynccl.py": NCCL,
     "sglang/srt/model_executor/runner/prefill_cuda_graph_runner.py": GRAPHS,
+    "sglang/srt/mem_cache/hybrid_cache/hybrid_cache_controller.py": COPIES,
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND,
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,

@@ -84,6 +84,16 @@ def test_a_server_of_ours_is_told_the_same_behind_any_other(run, llama, version)
                 assert told["environment"].get(handed) == expected["environment"].get(handed), one
 
 
+@some_releases
+@pytest.mark.parametrize("word", ["1", "0"])
+def test_a_front_that_is_not_pythons_is_noted(run, llama, version, word):  # noqa: F811
+    """SGLang's Rust server, which 0.5.12 does not have: of our model, and no other."""
+    ours, other = run(SERVERS, more=repr([(None, {}), (llama, {})]), version=version, SGLANG_RUST_SERVER=word)
+    notes = [note for note in ours["notes"] if note.startswith("SGLANG_RUST_SERVER")]
+    assert len(notes) == (word == "1" and since(version, "0.5.17"))
+    assert not [note for note in other["notes"] if note.startswith("SGLANG_RUST_SERVER")]
+
+
 def test_what_was_noted_of_a_server_before_is_not_this_ones(monkeypatch):
     monkeypatch.setattr(report, "_notes", {})
     report.add_note("profile", lambda: "of other cards")

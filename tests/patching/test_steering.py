@@ -109,7 +109,8 @@ def test_what_a_server_was_given_is_not_the_next_ones():
     environ, arguments = {}, {"steps": None}
     made = steering(environ, risky="on")
     apply(made, environ, arguments)
-    environ["STOCK_B"] = "0"  # the host's, or the user's meanwhile
+    environ["STOCK_B"] = "0"  # the host's own argument resolution, after ours
+    made.end(environ)
     made.begin(environ)
     assert environ == {"STOCK_B": "0"} and [c.applied for c in made.outcomes] == [()] * 4
     apply(made, environ, {"steps": 3})
@@ -118,6 +119,23 @@ def test_what_a_server_was_given_is_not_the_next_ones():
     inherited = dict(environ)
     begun.begin(inherited)
     assert inherited == {} and not begun.is_child and begun.outcome("count").state == ON
+
+
+@pytest.mark.parametrize("hosts", [None, "0"])
+def test_what_somebody_writes_between_two_servers_is_his(hosts):
+    environ = {}
+    made = steering(environ, risky="on")
+    apply(made, environ, {"steps": None})
+    environ |= {} if hosts is None else {"STOCK_B": hosts}
+    made.end(environ)
+    environ |= {"STOCK_A": "2", "STOCK_B": "3"}
+    made.begin(environ)
+    states = apply(made, environ, {"steps": None})
+    assert environ["STOCK_A"] == "2" and environ["STOCK_B"] == "3" and states["safe"] == states["risky"] == USER
+    made.end(environ)
+    del environ["STOCK_B"]  # and takes back
+    made.begin(environ)
+    assert apply(made, environ, {"steps": None})["risky"] == ON and environ["STOCK_B"] == "1"
 
 
 def test_what_was_set_already_is_no_quarrel():

@@ -103,6 +103,7 @@ OBJECTS = {
         "importlib.import_module(PARALLEL_STATE)": ((STATE,),),
     },
     "argument_defaults": {
+        "sys.modules.get(ENVIRON)": ((f"{SRT}.environ",),),
         "server_args": (ARGUMENTS,),
         "declarations": ((">=0.5.19", f"{SRT}.arg_groups.overrides"),),
         "importlib.import_module(MODEL_CONFIG)": ((">=0.5.19", f"{SRT}.arg_groups.model_override_base"),),
@@ -358,6 +359,12 @@ OBJECTS = {
         "node": ((f"{SWA_CACHE.partition(':')[0]}:TreeNode",),),
         **dict.fromkeys(("key", "node.key"), ((f"{SRT}.mem_cache.radix_cache:RadixKey",),)),
     },
+    "fenced_copies": {
+        "controller": ((f"{SRT}.managers.cache_controller:HiCacheController",),),
+        "self.tree_cache": ((f"{SRT}.mem_cache.unified_radix_cache:UnifiedRadixCache",),),
+        "self.tp_worker": ((f"{SRT}.managers.tp_worker:TpModelWorker",),),
+        "self.tp_worker.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
+    },
     "loaded_prefixes": {
         "self.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
         "pool": ((f"{POOL}:DeepSeekV4TokenToKVPool",),),
@@ -415,14 +422,7 @@ OBJECTS = {
 # what is ours, torch's or Python's, by adapter; "*": in any
 OURS = {
     "*": {"settings()", "original", "kept", "engine", "engine.steering", "function"},
-    "all_reduce": {
-        "asked",
-        "communicator",
-        "communicator.sums",
-        "place",
-        "places[0]",
-        "verdict",
-    },
+    "all_reduce": {"asked", "communicator", "communicator.sums", "found", "place", "places[0]", "verdict"},
     "argument_defaults": {"c", "engine.profile", "found.hf_config", "engine.steering.outcome('reproducible')"},
     "bf16_linear_dealt": {"communicator", "communicator.product_tags", "group"},
     "prompt_passes": {"communicator"},
@@ -443,13 +443,14 @@ OURS = {
     **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
-    "nccl_start": {"teller"},
-    "penalties": {"changes", "kind", "told"},
-    "prompt_logprobs": {"of_pass"},
+    **{
+        "nccl_start": {"teller", "verdict", "peer"},
+        "penalties": {"changes", "kind", "told"},
+        "prompt_logprobs": {"of_pass"},
+    },
     **{"stop_sequences": {"listening"}, "unknown_tokens": {"asked"}, "echoed_items": {"raw_request"}},
-    **{"prompts_aside": {"loop"}, "response_errors": {"error"}},
-    "token_logprobs": {"tokenizer"},
-    "tool_strings": {"parameter"},
+    **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
+    **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {
         "_running",

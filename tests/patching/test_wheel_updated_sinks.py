@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches.fixes.updated_sinks import replace_loading, replace_loading_custom
-from deepseek_v4_sm120.sglang_patches.names import DSPARK, LOAD_DIRECT, MODEL, MODEL_RUNNER, POST_LOAD
+from deepseek_v4_sm120.sglang_patches.fixes.updated_sinks import replace_end, replace_loading, replace_loading_custom
+from deepseek_v4_sm120.sglang_patches.names import DSPARK, LOAD_DIRECT, LOADER, MODEL, MODEL_RUNNER, POST_LOAD
 from deepseek_v4_sm120.sglang_patches.rows.attention import UPDATED_SINKS
 from tests.patching.review import is_for
 from tests.patching.test_wheel_dspark_penalties import taken
@@ -173,6 +173,30 @@ def test_and_where_another_process_writes_them(version):
     given = dict(of=Draft, copy=computed_with_dspark)
     assert not torch.equal(*updated(version, loads_dspark(version, ours=False, named=False), **given))
     assert torch.equal(*updated(version, loads_dspark(version, ours=True, named=False), **given))
+
+
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.22"])
+def test_and_where_its_class_has_no_end_of_a_load(version):
+    """The session's own end, behind a write by another process."""
+
+    wheel, (module, kind) = fetch(version), DSPARK.split(":")
+    assert definition(wheel, f"{kind}.post_load_weights", module) is None
+
+    def ended(ours):
+        names = {"post_load_weights": take(wheel, {}, "post_load_weights", LOADER)}
+        place = f"{MODEL_RUNNER}_components.weight_updater"
+        found = take(wheel, names, "WeightUpdater.end_weight_update", place)
+
+        def end(model):
+            model.attention.attn_sink.data.copy_(sinks(NEW))
+            updater = SimpleNamespace(get_model=lambda: model, device="cpu")
+            (replace_end(found) if ours else found)(updater, run_post_load=True)
+
+        return end
+
+    given = dict(of=Draft, copy=computed_with_dspark)
+    assert not torch.equal(*updated(version, ended(False), **given))
+    assert torch.equal(*updated(version, ended(True), **given))
 
 
 @every_one

@@ -14,10 +14,10 @@ from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY, MODEL, MODEL_RUNNER, NCCL
+from deepseek_v4_sm120.sglang_patches.rows import scheduler
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
-from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, GRAPH_INPUTS, REQUEST, SCHEDULER, SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -26,7 +26,6 @@ from deepseek_v4_sm120.sglang_patches.table import (
     DEEP_GEMM_LOGITS_FP4,
     EXTENSION,
     FP8_METHOD,
-    GRAMMAR_ENDS,
     INDEXER,
     LEDGER,
     LEFT_AT_TRUTH,
@@ -43,11 +42,10 @@ from tests.patching.wheels import RELEASES, WheelSources, check_once, content, e
 
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
-SAMPLER = DRAW.partition(":")[0]
-MARLIN = MARLIN_EXPERTS.partition(":")[0]
+SAMPLER, MARLIN = (where.partition(":")[0] for where in (DRAW, MARLIN_EXPERTS))
 PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 EVERYWHERE = {
-    **{"stripped_thoughts": REQUEST.partition(":")[0], "nccl_start": NCCL},
+    **{"stripped_thoughts": scheduler.REQUEST.partition(":")[0], "nccl_start": NCCL},
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
     **{"min_p_tokens": SAMPLER, "longest_prompt": "sglang.srt.managers.tp_worker"},
@@ -60,13 +58,14 @@ def expected(version: str) -> dict[str, str]:
     found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"}
     if not since(version, "0.5.13"):
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
-        found |= {"padded_rows": GRAPH_INPUTS.partition(":")[0]}
+        found |= {"padded_rows": scheduler.GRAPH_INPUTS.partition(":")[0]}
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
-    found["grammar_ends"] = GRAMMAR_ENDS.targets[since(version, "0.5.16")].module
-    found["preempted_requests"] = (ADDER if since(version, "0.5.22") else SCHEDULER).partition(":")[0]
-    found |= {} if since(version, "0.5.15") else {"shared_beginnings": SWA_CACHE.partition(":")[0]}
-    ours = http_rows.expected(version) | (SINCE_0_5_23 if since(version, "0.5.23") else {})
+    found["grammar_ends"] = scheduler.GRAMMAR_ENDS.targets[since(version, "0.5.16")].module
+    found["preempted_requests"] = scheduler.PREEMPTED_REQUESTS.targets[not since(version, "0.5.22")].module
+    found |= {} if since(version, "0.5.15") else {"shared_beginnings": scheduler.SWA_CACHE.partition(":")[0]}
+    copies = scheduler.FENCED_COPIES.targets[3 + since(version, "0.5.18")].where
+    ours = http_rows.expected(version) | (SINCE_0_5_23 if since(version, "0.5.23") else {"fenced_copies": copies})
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
@@ -79,6 +78,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", **of_steps}
+    found |= {"freed_windows": scheduler.FREED_WINDOWS.targets[0].module} if version == "0.5.18" else {}
     return found | dict(("cached_beginning", module) for first, module in CUT_IN.items() if since(version, first))
 
 

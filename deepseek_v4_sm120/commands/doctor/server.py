@@ -28,6 +28,7 @@ from deepseek_v4_sm120.commands.speculation import (
 )
 from deepseek_v4_sm120.settings import read_settings
 from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.names import IS_TRUE, RUST_FRONT, RUST_FRONT_SINCE, WITHOUT_FRONT
 
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
 LEAST_CHUNK = 4096  # rows, of a rank
@@ -388,6 +389,12 @@ def _timeouts(a: Answers) -> Iterator[Finding]:
         yield warn("request timeouts", ", ".join(set_), cost, fix)
 
 
+def _front(a: Answers) -> Iterator[Finding]:
+    value = (a.variables or {}).get(RUST_FRONT, "")
+    if a.is_v4 and value.lower() in IS_TRUE and a.version >= RUST_FRONT_SINCE:
+        yield warn("front", f"{RUST_FRONT}={value}", WITHOUT_FRONT, f"unset {RUST_FRONT}")
+
+
 def _is_positive(value: str | None) -> bool:
     return re.fullmatch(r"\s*\+?0*(\d+\.?\d*|\.\d+)\s*", value or "") is not None and float(value) > 0
 
@@ -507,5 +514,5 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
         _unsafe_speculation,
         _speculation,
     ),
-    *(_parsers, _effort),
+    *(_parsers, _effort, _front),
 )

@@ -13,13 +13,12 @@ from deepseek_v4_sm120.commands.speculation import EAGLE, TEXT, Speculation
 from deepseek_v4_sm120.ops import all_reduce_sizes
 from deepseek_v4_sm120.settings import asks_for
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
-from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, HALF_ROWS
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DEALT_STREAMS, HALF_ROWS
 
 DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
 SHADOWED_SINCE = (0, 5, 21)  # below, rows that graphs pad may hold anything, and shadow mode compares them
 HALVES, HALVES_SINCE, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 14), (0, 5, 23)  # from then on tried out by itself
-DEALT_STREAMS = "dealt_streams"
 IMAGE = "lmsysorg/sglang:v{version}"
 NOTICEABLE = 0.02  # of a step: less is not worth its copy's memory
 

@@ -19,6 +19,9 @@ side. Where the group's sums are ours, so is the gather of up to GATHERED_ROWS r
 same whoever moves it, so nothing hangs on the border. Behind SGLang's own gather by multicast (0.5.15 and later, NVLink
 with NVSwitch), and with --enable-symm-mem, nobody asks ours.
 
+The probe is asked in front of NCCL's start where that has ours (fixes/nccl_start.py), for NCCL waits for ever by peers
+that move nothing; else when the object is made.
+
 Where the compressors' products are dealt to the cards (bf16_linear_dealt.py), they have a group of their own, made and
 closed with that of the sums, by the way that the probe found.
 """
@@ -50,6 +53,7 @@ DEALT = "dealt_products"
 TAKE_AWAY = "what it says, where that is one's own choice"
 CONTEXT, SERVER_ARGS = "sglang.srt.runtime_context", "sglang.srt.server_args"
 _without_peers: set[int] = set()  # ranks between which no object of SGLang's may sum
+_found_ahead: dict = {}  # a group -> what its ranks have found out in front of NCCL's start
 
 
 class Place(NamedTuple):
@@ -60,6 +64,28 @@ class Place(NamedTuple):
     most_rows: int  # of a decode or verify step
     transport: str | None = None  # the one to try; rank 0's counts
     deals: bool = False  # the compressors' products
+
+
+class Found(NamedTuple):
+    """What a group's ranks have found out together. verdict: the probe's; None: it was not asked, by `why`, or as a
+    card is not served."""
+
+    places: list[Place]
+    verdict: all_reduce_probe.Verdict | None = None
+    why: str | None = None
+
+
+def find_ahead(group, device) -> all_reduce_probe.Verdict | None:
+    """In front of NCCL's start of a group, on all of its ranks: what the probe says of the cards of our model's
+    tensor-parallel group, which is asked here once; None where there will be no probe, and for any other group."""
+    engine = patching.active_engine()
+    is_in_place = engine is not None and PATCH in engine.in_place()
+    if not is_in_place or not all_reduce_ahead.will_probe() or not _is_first():
+        return None
+    if torch.distributed.get_world_size(group) not in op.RANKS:
+        return None
+    _found_ahead[group] = found = _find(group, device)
+    return found.verdict
 
 
 def replace_dispatch(original: Callable) -> Callable:
@@ -137,30 +163,25 @@ def _ours_or(theirs, group, device):
     if why := all_reduce_ahead.why_not_ask():
         return _left(theirs, group, f"the sums between the cards stay SGLang's: {why}")
 
-    def gather(value) -> list:
-        told = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(told, value, group=group)
-        return told
-
-    rank, hidden = torch.distributed.get_rank(group), models_served.announced()["hidden"]
-    places = gather(Place(_is_served(device), lifetime.namespace(), _most_rows(), settings().transport, _deals()))
+    found = _found_ahead.pop(group, None) or _find(group, device)
+    places, verdict = found.places, found.verdict
     if not all(place.is_served for place in places):
         return theirs
-    chosen = places[0].transport
 
     def leave_peers() -> None:
         theirs.disabled = True  # it goes by peers: what ours does not take is NCCL's
         _without_peers.update(torch.distributed.get_process_group_ranks(group))
 
-    if chosen == "host":
+    if places[0].transport == "host":
         leave_peers()
-    if why := _why_not(places):
-        return _left(theirs, group, f"the sums between the cards stay SGLang's: {why}")
-    verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=hidden, transport=chosen)
+    if verdict is None:
+        return _left(theirs, group, f"the sums between the cards stay SGLang's: {found.why}")
     if verdict.peers_fail:
         leave_peers()
     if verdict.transport is None:
         return _left(theirs, group, verdict.describe(), verdict.as_dict)
+
+    rank, hidden, gather = torch.distributed.get_rank(group), _hidden(), functools.partial(_gathered, group)
 
     def make(together, **options):
         return op.AllReduce(rank, len(places), device, together, hidden=hidden, transport=verdict.transport, **options)
@@ -178,6 +199,29 @@ def _ours_or(theirs, group, device):
     report.add_note(PATCH, lambda: text, verdict.as_dict)
     report.write()
     return Communicator(theirs, made, products, why_whole)
+
+
+def _find(group, device) -> Found:
+    """All ranks tell their places, and ask the probe where nothing stands against it."""
+    gather, rank = functools.partial(_gathered, group), torch.distributed.get_rank(group)
+    places = gather(Place(_is_served(device), lifetime.namespace(), _most_rows(), settings().transport, _deals()))
+    if not all(place.is_served for place in places):
+        return Found(places)
+    if why := _why_not(places):
+        return Found(places, why=why)
+    chosen = places[0].transport
+    verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=_hidden(), transport=chosen)
+    return Found(places, verdict)
+
+
+def _gathered(group, value) -> list:
+    told = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(told, value, group=group)
+    return told
+
+
+def _hidden() -> int:
+    return models_served.announced()["hidden"]
 
 
 def _left(theirs, group, why: str, found: Callable[[], dict] | None = None):

@@ -29,9 +29,11 @@ from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
 from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
+from deepseek_v4_sm120.sglang_patches.names import RUST_FRONT, WITHOUT_FRONT
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
+ENVIRON = "sglang.srt.environ"
 SAYS_FP4 = "SGLANG_DSV4_FP4_EXPERTS"  # how the user says what SGLang finds by itself
 BY_ROWS = "their sums' order depends on the rows"
 OTHER_EXPERTS = f"experts: SGLang's own, as they are not FP4. NOT REPRODUCIBLE: {BY_ROWS}"
@@ -111,6 +113,12 @@ def _left_out(engine, read: Callable) -> list[str]:
     return [name for name in needed if name not in in_place]
 
 
+def has_rust_front() -> bool:
+    """Whether this SGLang has another front than Python's, and is asked for it."""
+    variable = getattr(getattr(sys.modules.get(ENVIRON), "envs", None), RUST_FRONT, None)
+    return variable is not None and variable.get()
+
+
 def _puts_sums_aside(read: Callable) -> bool:
     """Whether the user does without the custom sums that ours stand behind."""
     is_deterministic = read("enable_deterministic_inference", False) and not settings().reproducible
@@ -125,9 +133,13 @@ def replace_adjustments(original: Callable) -> Callable:
     def handle_model_specific_adjustments(server_args):
         models_served.forget()
         report.forget_notes()
-        if (engine := patching.active_engine()) is not None:
-            engine.steering.begin(os.environ)
-        return original(server_args)
+        engine = patching.active_engine()
+        if engine is None:
+            return original(server_args)
+        engine.steering.begin(os.environ)
+        resolved = original(server_args)
+        engine.steering.end(os.environ)
+        return resolved
 
     return handle_model_specific_adjustments
 
@@ -163,6 +175,9 @@ def replace_apply_defaults(original: Callable) -> Callable:
             report.write(engine)
         if engine is not None and device_gate.serves_current_device():
             models_served.announce_served_card()
+            if has_rust_front() and not other:
+                report.add_note(RUST_FRONT, lambda: f"{RUST_FRONT}: {WITHOUT_FRONT}")
+                report.warn(f"deepseek_v4_sm120: {RUST_FRONT}: {WITHOUT_FRONT}")
             if told := extension.stale():
                 report.warn(f"deepseek_v4_sm120: {told}")
             if others := engine.profile.of_other_cards(read("tp_size", None)):

@@ -39,8 +39,8 @@ from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH as BOUNDARY
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, way_out
+from deepseek_v4_sm120.sglang_patches.defaults import DEALT_STREAMS as PATCH
 
-PATCH = "dealt_streams"
 # Of each rank's share at least. A boundary of 2,048 rows that becomes one of 1,024 is reckoned to take 50 us less on
 # SM120, 36 on an H200 (measured: 78 and 43), and a second collective's launch and latency cost about 20
 ROWS = 1024

@@ -48,7 +48,7 @@ from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import finished
 from deepseek_v4_sm120.sglang_patches.adapters.turns import Turns
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, way_out
-from deepseek_v4_sm120.sglang_patches.defaults import HALF_ROWS
+from deepseek_v4_sm120.sglang_patches.defaults import DEALT_STREAMS, HALF_ROWS
 
 PATCH = "prompts_in_halves"
 ROWS = HALF_ROWS  # of a half at least, more or less, where it is tried out
@@ -57,7 +57,6 @@ PAGE = 256  # a prompt is cut at a multiple of it: no group of a compressor is i
 # host memory (seen on two H200)
 SUM_SMS = 8
 CAPTURERS, RECORDERS = "sglang.srt.state_capturer.routed_experts", "sglang.srt.eplb.expert_distribution"
-_OTHER = "dealt_streams"  # off unless somebody asks for it
 PASS = "_dsv4_sm120_pass"  # of a batch: its Pass
 _running = Scope()  # its layer: the Half whose turn it is
 _seen: collections.Counter = collections.Counter()  # "passes" in halves, "rows" of them, "sums" that had turns
@@ -325,7 +324,7 @@ def why_not_here(state) -> str | None:
     tp = state._TP
     return prompt_passes.first(
         prompt_passes.of_sums(tp, ONE_ORDER_RANKS)
-        | {f"what has the same sums ({_OTHER})": asks_for(settings().choices, _OTHER)}
+        | {f"what has the same sums ({DEALT_STREAMS})": asks_for(settings().choices, DEALT_STREAMS)}
         | prompt_passes.of_server(state, tp, state._PP, "batches")
         | _of_experts()
     ) or (None if see_the_same_cards(tp.world_size) else prompt_passes.OTHER_CARDS)

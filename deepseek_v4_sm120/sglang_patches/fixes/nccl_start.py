@@ -1,11 +1,13 @@
-"""A start that waits in NCCL says so.
+"""A start does not wait in NCCL by peers that move nothing, and one that waits says so.
 
 The first thing that passes between the cards is NCCL's sum of one number, made with each of SGLang's communicators
 while the groups are made. Where the driver offers copies between cards that move nothing (ACS, IOMMU, boards of
 workstations), it waits for ever: no line, no limit of time, and the watchdog is not there yet (NCCL #1999; rtx6kpro
-#15, on two RTX PRO 6000). The probe of our sums would find the same, and comes behind it.
+#15, on two RTX PRO 6000). Where they move something wrong, NCCL's sums are wrong, without a word.
 
-Said once, by the first rank; the wait itself is left as it is.
+The probe of our sums finds out the same, with an end to each wait, so it is asked in front: where peers fail, NCCL is
+told to leave them, unless the user has said anything of that. Where there is no probe, the wait is left as it is, and
+said once, by the first rank.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from deepseek_v4_sm120.ops.all_reduce_probe import NCCL_P2P, REMEDY
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import all_reduce
 
 PATIENCE_S = 60.0  # NCCL's start on two to eight cards of a host takes one to some seconds
 
@@ -28,29 +31,46 @@ def replace_init(original: Callable) -> Callable:
     """For PyNcclCommunicator.__init__(self, group, device, ..), which ends with that sum."""
 
     @functools.wraps(original)
-    def __init__(self, group, *args, **kwargs):
-        if not _tells(group):
-            return original(self, group, *args, **kwargs)
+    def __init__(self, group, device, *args, **kwargs):
+        if not _is_ours(group):
+            return original(self, group, device, *args, **kwargs)
+        is_first = torch.distributed.get_rank(group) == 0
+        _leave_peers_that_fail(group, device, is_first)
+        if not is_first:
+            return original(self, group, device, *args, **kwargs)
         teller = threading.Timer(PATIENCE_S, _tell)
         teller.daemon = True
         teller.start()
         try:
-            return original(self, group, *args, **kwargs)
+            return original(self, group, device, *args, **kwargs)
         finally:
             teller.cancel()
 
     return __init__
 
 
-def _tells(group) -> bool:
-    """In the first rank of our own model's server on cards that we serve; other hosts are waited for longer, and for
-    other reasons."""
+def _is_ours(group) -> bool:
+    """In our own model's server on cards that we serve; other hosts are waited for longer, and for other reasons."""
     return (
         models_served.has_served_card()
         and not models_served.has_several_hosts()
         and isinstance(group, torch.distributed.ProcessGroup)  # not one that a trainer's process is in
-        and torch.distributed.get_rank(group) == 0
     )
+
+
+def _leave_peers_that_fail(group, device, is_first: bool) -> None:
+    """NCCL reads the variable when it makes its first communicator, which is behind this, on all ranks alike."""
+    verdict = all_reduce.find_ahead(group, device)
+    if verdict is None or not verdict.peers_fail or os.environ.get(NCCL_P2P):
+        return
+    os.environ[NCCL_P2P] = "1"
+    if is_first:
+        peer = verdict.ways["peer"]
+        report.warn(
+            f"deepseek_v4_sm120: the cards' own memory fails between them ({peer.problem}), where NCCL "
+            f"would wait for ever or sum wrong: it goes by host memory, as with {NCCL_P2P}=1, prompts slower for it "
+            f"(with {NCCL_P2P}=0 it goes by peers all the same). To have them work: {REMEDY}"
+        )
 
 
 def _tell() -> None:

@@ -39,6 +39,19 @@ def replace_loading_custom(original: Callable) -> Callable:
     return direct_updates.finding(original, lambda found, _: replace_loading(found))
 
 
+def replace_end(original: Callable) -> Callable:
+    """For WeightUpdater.end_weight_update(self, *, run_post_load), which tells that another process has written: up to
+    0.5.22 DSPARK's draft has no post_load_weights that it would call."""
+
+    @functools.wraps(original)
+    def end_weight_update(self, *, run_post_load):
+        original(self, run_post_load=run_post_load)
+        if is_ours():
+            refresh(self.get_model())
+
+    return end_weight_update
+
+
 def refresh(model) -> None:
     """Of each attention of the model that has such a copy: its own heads' sinks; what pads them stays 0. Left is the
     copy of an attention that has all heads but in its decode steps (context parallelism of prompts)."""

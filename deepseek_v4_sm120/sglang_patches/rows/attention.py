@@ -22,6 +22,12 @@ UPDATED_SINKS = Patch(
         # DSPARK's draft has ends of a load of its own
         _sinks(f"{DSPARK}.load_weights", "loading", Parameters(("self", "weights")), DSPARK_SINCE),
         _sinks(f"{DSPARK}.post_load_weights", "loading", POST_LOAD_PARAMETERS, ">=0.5.23,<0.6"),
+        _sinks(
+            "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater.end_weight_update",
+            "end",
+            Parameters(("self", "*", "run_post_load")),
+            ">=0.5.21,<0.5.23",
+        ),
         *direct_updates(_sinks, "loading", "0.5.14"),
     ),
     retire="when SGLang writes every such copy again",

@@ -17,6 +17,7 @@ themselves; what they ask for is summed there.
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches.defaults import DEALT_STREAMS as OF_DEALT_STREAMS
 from deepseek_v4_sm120.sglang_patches.names import BACKEND, DSPARK, DSPARK_SINCE, EXTENSION, MODEL, targets_of
 
 LAYER = f"{MODEL}:DeepseekV4DecoderLayer"
@@ -78,7 +79,7 @@ MHC = Patch(
 _dealt = targets_of("mhc_dealt_streams")
 
 DEALT_STREAMS = Patch(
-    name="dealt_streams",
+    name=OF_DEALT_STREAMS,
     why="all cards keep all rows' streams and make the same boundaries: 0.5 ms of each of a chunk's 86 on SM120, and "
     "32 KB a row. With a share each, between a reduce-scatter and an all-gather that move the bytes of the sum, time "
     "and memory are divided by the cards",
@@ -93,7 +94,7 @@ DEALT_STREAMS = Patch(
         _dealt(f"{LAYER}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.13,<0.5.23"),
         _dealt(f"{LAYER_BASE}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.23,<0.6"),
     ),
-    default="dealt_streams",
+    default=OF_DEALT_STREAMS,
     serves="mhc",
     absent="0.5.12 has no fused boundary",
     retire="when SGLang deals the rows between sublayers itself",

@@ -15,11 +15,14 @@ REQUEST = "sglang.srt.managers.schedule_batch:Req"
 XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 BITMASK = "bitmask_ops:apply_token_bitmask_inplace_triton"
 OF_BITMASK = Parameters(("logits", "bitmask", "indices=None"))
+CACHE_CONTROLLER = "sglang.srt.managers.cache_controller:HiCacheController"
+HYBRID_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController"
 GRAPH_INPUTS = "sglang.srt.model_executor.cuda_graph_runner:DecodeInputBuffers"
 
 _grammars = targets_of_fix("grammars")
 _beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stripped_thoughts")
 _preempted, _grammar_ends = targets_of_fix("preempted_requests"), targets_of_fix("grammar_ends")
+_fenced, OF_SELF = targets_of_fix("fenced_copies"), Parameters(("self",))
 
 LONGEST_PROMPT = Patch(
     name="longest_prompt",
@@ -139,4 +142,37 @@ PREEMPTED_REQUESTS = Patch(
         ),
     ),
     retire="when SGLang keeps who gave way in a list",
+)
+
+FENCED_COPIES = Patch(
+    name="fenced_copies",
+    why="what a hierarchical cache brings back is copied into pages that a step of the model, launched for a request "
+    "that has ended meanwhile, still writes, and what it keeps is read while such a step writes it: prefixes have a "
+    "token of another prompt, or none, and nothing says so (sglang #36738 mended the first in 0.5.19)",
+    targets=(
+        _fenced(f"{SCHEDULER}.run_event_loop", "run_event_loop", OF_SELF, ">=0.5.12,<0.5.23"),
+        _fenced(f"{HYBRID_CONTROLLER}.start_loading", "start_loading", OF_SELF, ">=0.5.12,<0.5.18"),
+        _fenced(f"{CACHE_CONTROLLER}.start_loading", "start_loading", OF_SELF, ">=0.5.18,<0.5.19"),
+        _fenced(f"{HYBRID_CONTROLLER}.start_writing", "start_writing", OF_SELF, ">=0.5.12,<0.5.18"),
+        _fenced(f"{CACHE_CONTROLLER}.start_writing", "start_writing", OF_SELF, ">=0.5.18,<0.5.23"),
+    ),
+    retire="with SGLang 0.5.22",
+    absent="0.5.23 has both copies wait",
+)
+
+FREED_WINDOWS = Patch(
+    name="freed_windows",
+    why="where two prompts of a pass begin alike and the shorter one's window lies in that beginning, its window is "
+    "freed while it runs: its answer goes on from slot 0, and nothing says so; the other's is lost, and the check of "
+    'the books ends the server: "pool memory leak detected" (sglang #36081)',
+    targets=(
+        targets_of_fix("freed_windows")(
+            "sglang.srt.mem_cache.allocator.swa:SWATokenToKVPoolAllocator.free_swa",
+            "free_swa",
+            Parameters(("self", "free_index")),
+            ">=0.5.18,<0.5.19",
+        ),
+    ),
+    retire="with SGLang 0.5.18",
+    absent="up to 0.5.17 windows are freed at once, from 0.5.19 on they are looked up before",
 )
