@@ -319,6 +319,15 @@ def test_scales_get_their_parameters_name_and_the_rest_passes():
     assert found == [("layers.0.attn.wo_a.weight_scale_inv", 1), *pairs[1:]]
 
 
+@pytest.mark.parametrize("scale_first", [False, True])
+@pytest.mark.parametrize("kind", ["scale", "weight_scale_inv"])
+def test_scales_of_bf16_weights_end_the_loading(kind, scale_first):
+    """As SGLang's expansion does; they would be written over those that the weights were given."""
+    pairs = [("layers.0.attn.wo_a.weight", expanded()), (f"layers.0.attn.wo_a.{kind}", stored()[1])]
+    with pytest.raises(ValueError, match="scales for layers.0.attn.wo_a.weight, which is not E4M3: .*wo_a=off"):
+        list(adapter.AsStored(reversed(pairs) if scale_first else pairs))
+
+
 def test_only_models_with_our_layers_load_as_stored(model):
     def load_weights(self, weights, is_nextn=False):
         return expansion(weights), is_nextn

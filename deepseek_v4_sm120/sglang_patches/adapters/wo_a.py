@@ -246,10 +246,18 @@ class AsStored:
         self._weights = weights
 
     def __iter__(self):
+        scaled, expanded = set(), set()  # layers
         for name, tensor in self._weights:
-            yield (name.removesuffix(SCALE) + PARAMETER if name.endswith(SCALE) else name), tensor
+            name = name.removesuffix(SCALE) + PARAMETER if name.endswith(SCALE) else name
+            yield name, tensor
+            if name.endswith(PARAMETER):
+                scaled.add(name.removesuffix(PARAMETER))
             if name.endswith(WEIGHT) and tensor.dtype in EXPANDED_DTYPES:
+                expanded.add(name.removesuffix(WEIGHT))
                 yield name.removesuffix(WEIGHT) + PARAMETER, NO_SCALES
+            if both := scaled & expanded:  # scales that would be written over those that the weights were given
+                what = f"the checkpoint has scales for {both.pop()}{WEIGHT}, which is not E4M3"
+                raise ValueError(way_out(PATCH, what))
 
 
 def replace_load_weights(original: Callable) -> Callable:
