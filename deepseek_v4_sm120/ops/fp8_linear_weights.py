@@ -3,6 +3,8 @@ loaded, slice by slice: beside its results it needs some 100 MB, whatever the we
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from deepseek_v4_sm120.ops.fp8_linear import BLOCK
@@ -10,6 +12,8 @@ from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, E4M3, FP32, VE
 
 SLICE_NUMBERS = 1 << 23  # of a slice at most; whole blocks of 128 outputs
 _E4M3_MAX = 448.0
+_MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9  # 448 = 0.875 * 2^9
+_EXPONENTS, _EXPONENT_BIAS, _EXPONENT_AT = (-126, 127), 127, 23  # of float32's normal numbers
 
 
 def padded(outputs: int) -> int:
@@ -37,20 +41,57 @@ def quantize(weight, codes, scale) -> None:
     cuda graphs  device operations alone, in place, no host sync; scratch through torch
     """
     check = Call("quantize", "weight", weight)
-    outputs, inputs = check.tensor("weight", weight, BF16, "outputs, inputs", CONTIGUOUS, VECTOR)
-    check.multiple("weight.shape[1]", inputs, BLOCK)
+    outputs, inputs = check_weight(check, weight)
     check.tensor("codes", codes, E4M3, (padded(outputs), inputs), CONTIGUOUS, VECTOR)
     check.tensor("scale", scale, FP32, (padded(outputs) // BLOCK, inputs // BLOCK), CONTIGUOUS)
     check.written("weight", weight, ("codes", codes), ("scale", scale))
+    for rows, blocks in _slices(weight):
+        greatest = blocks.abs().amax((1, 3), keepdim=True)
+        # by a tensor: torch divides by a number with the number's inverse on a GPU
+        factors = (greatest / torch.full_like(greatest, _E4M3_MAX)).clamp_(min=torch.finfo(torch.float32).tiny)
+        _write(codes, scale, rows, blocks / factors, factors)
+
+
+@torch.no_grad()
+def recovered(weight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(codes, scale) as `empty` makes them, with codes * scale the weight to the bit and scales that are powers of two:
+    what bf16 weights were before somebody expanded E4M3 and UE8M0. None where there are none such. Host sync.
+
+    weight       as `quantize`'s
+    raises       as `quantize`
+    """
+    codes, scale = empty(weight)
+    check_weight(Call("recovered", "weight", weight), weight)
+    for rows, blocks in _slices(weight):
+        mantissa, exponent = torch.frexp(blocks.abs().amax((1, 3), keepdim=True))
+        # the least that keeps the greatest number within E4M3, so that the least ones have theirs, too
+        exponent = (exponent + (mantissa > _MAX_MANTISSA) - _MAX_EXPONENT).clamp_(*_EXPONENTS)
+        factors = ((exponent + _EXPONENT_BIAS) << _EXPONENT_AT).view(torch.float32)  # exact on a GPU, too
+        _write(codes, scale, rows, blocks / factors, factors)
+        if not torch.equal(codes[rows].float().view(blocks.shape) * factors, blocks):
+            return None
+    return codes, scale
+
+
+def check_weight(check: Call, weight) -> tuple[int, int]:
+    """(outputs, inputs)"""
+    outputs, inputs = check.tensor("weight", weight, BF16, "outputs, inputs", CONTIGUOUS, VECTOR)
+    check.multiple("weight.shape[1]", inputs, BLOCK)
+    return outputs, inputs
+
+
+def _slices(weight) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(outputs, [n, 128, inputs / 128, 128] float32) one after the other; rows behind the weight's are 0."""
+    outputs, inputs = weight.shape
     step = max(BLOCK, SLICE_NUMBERS // inputs // BLOCK * BLOCK)
     for first in range(0, outputs, step):
         part = weight[first : first + step].float()
         rows = padded(part.shape[0])
         if rows > part.shape[0]:
             part = torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
-        blocks = part.view(rows // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
-        greatest = blocks.abs().amax((1, 3), keepdim=True)
-        # by a tensor: torch divides by a number with the number's inverse on a GPU
-        factors = (greatest / torch.full_like(greatest, _E4M3_MAX)).clamp_(min=torch.finfo(torch.float32).tiny)
-        codes[first : first + rows].copy_((blocks / factors).view(rows, inputs))
-        scale[first // BLOCK : (first + rows) // BLOCK].copy_(factors.view(rows // BLOCK, -1))
+        yield slice(first, first + rows), part.view(rows // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
+
+
+def _write(codes, scale, rows: slice, blocks, factors) -> None:
+    codes[rows].copy_(blocks.view(rows.stop - rows.start, -1))
+    scale[rows.start // BLOCK : rows.stop // BLOCK].copy_(factors.view(factors.shape[0], -1))

@@ -35,6 +35,7 @@ OTHER_MODEL_TYPES = {
 
 
 EXPERT_FORMAT = "_dsv4_sm120_expert_format"  # of a configuration that was read: the format of the weights beside it
+NO_DRAFTER = "_dsv4_sm120_no_drafter"  # likewise: why nothing can draft with them
 SEES_IMAGES = (
     "SGLang serves the text of this checkpoint alone, from 0.5.21 on: images are not read, and before, its loading "
     "ends with the names of the vision tower's weights"
@@ -121,7 +122,7 @@ def verdicts(config: Mapping, tp: int = 1) -> list[Verdict]:
 
 def read_config(path: str | Path) -> tuple[Path, dict]:
     """(its path, the config.json) of a model's folder, or of that file; JsonFileError, a sentence, for what is none.
-    Of a DeepSeek-V4 whose weights are beside it, with the format of its experts (EXPERT_FORMAT)."""
+    Of a DeepSeek-V4 with what its weights tell, where they are beside it (EXPERT_FORMAT, NO_DRAFTER)."""
     place = Path(os.path.expanduser(path))  # as it is where nobody knows the home folder
     place = place / "config.json" if place.is_dir() else place
     try:
@@ -132,7 +133,19 @@ def read_config(path: str | Path) -> tuple[Path, dict]:
         raise json_file.JsonFileError(f"{place} is no config.json of a model: it has no model_type")
     if found["model_type"] in MODEL_TYPES and (format_ := stored_experts.stored(place.parent)) is not None:
         found[EXPERT_FORMAT] = format_
+    if found["model_type"] in MODEL_TYPES and (why := _no_drafter(place.parent, found)) is not None:
+        found[NO_DRAFTER] = why
     return place, found
+
+
+def _no_drafter(folder: Path, config: Mapping) -> str | None:
+    """Why SGLang has nothing to draft with; None where it has, as far as anything here tells."""
+    layers, blocks = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if isinstance(layers, int) and stored_experts.has_drafter(folder, layers) is False:
+        return f"{stored_experts.INDEX} has no tensor of a drafter ({stored_experts.MTP}...)"
+    if config.get("dspark_block_size") is None and blocks != 1:  # SGLang stops, once the model is loaded
+        return f"config.json has num_nextn_predict_layers {blocks}, not 1"
+    return None
 
 
 # ---- the model that this process serves

@@ -14,6 +14,7 @@ from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.reference import wo_a as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import handed_over
 from deepseek_v4_sm120.sglang_patches.adapters import wo_a as adapter
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
 from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
@@ -72,7 +73,8 @@ def model(monkeypatch):
     yield module
     adapter._serve.cache_clear()
     shadow.reset()
-    report._notes.pop("wo_a", None)
+    for name in ("wo_a", "wo_a_handed_over"):
+        report._notes.pop(name, None)
 
 
 def stored(seed=4):
@@ -210,10 +212,76 @@ def test_a_stock_layer_runs_the_very_original(model, monkeypatch):
     assert model.operator.calls == [] and relative_error(out, truth(o, positions, made.freqs_cis)) < 0.0025
 
 
-def test_a_bf16_weight_in_an_fp8_checkpoint_is_told(model):
+def expanded():
+    """What SGLang's expansion makes of `stored`, as sgl-project's FP8 conversions have it."""
+    return Expansion()(*stored())
+
+
+def load(layer, weight):
+    """As load_weights does with what AsStored gives for a weight without scales."""
+    parameters = dict(layer.named_parameters())
+    for name, tensor in adapter.AsStored([("a.wo_a.weight", weight)]):
+        parameter = parameters[name.rpartition(".")[2]]
+        parameter.weight_loader(parameter, tensor)
+
+
+@pytest.mark.parametrize("shadowed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bf16_that_was_expanded_is_e4m3_again(model, monkeypatch, dtype, shadowed):
+    use(monkeypatch, shadow="1" if shadowed else None)
+    made, (o, positions) = attention(model), inputs(5)
+    layer = made.wo_a
+    for _ in range(2):  # weights may be loaded again, into the memory that graphs read
+        held = layer.weight.data_ptr(), layer.weight_scale_inv.data_ptr()
+        load(layer, expanded().to(dtype))
+        layer.quant_method.process_weights_after_loading(layer)
+        weight, scale = layer.weight, layer.weight_scale_inv
+        assert isinstance(weight, adapter.StoredWeight) and held == (weight.data_ptr(), scale.data_ptr())
+        assert torch.equal(Expansion()(weight.data, scale.data), expanded())
+        assert relative_error(made.forward(o, positions, ()), truth(o, positions, made.freqs_cis)) < 0.0025
+    assert adapter.kept.layers == 1 and "wo_a_handed_over" not in report._notes
+    if not shadowed:
+        assert model.operator.calls == [(5, True)] * 2
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("shadow_too", [None, "1"])
+def test_bf16_that_never_was_e4m3_is_sglangs(model, monkeypatch, reproducible, shadow_too):
+    choices = {"reproducible": "on"} if reproducible else {}
+    use(monkeypatch, choices=choices, shadow=shadow_too)
+    monkeypatch.setattr(handed_over, "settings", adapter.settings)
+    made, (o, positions) = attention(model), inputs(5)
+    method = Linear().quant_method
+    layer, weight = made.wo_a, torch.randn(GROUPS * OUTPUTS, INPUTS).to(torch.bfloat16)
+    load(layer, weight)
+    assert type(layer.weight) is torch.nn.Parameter and torch.equal(layer.weight, weight)
+    assert set(dict(layer.named_parameters())) == {"weight"} and type(layer.quant_method) is type(method)
+    assert not hasattr(layer, handed_over.NOT_EXPORTED) and adapter.kept.layers == adapter.kept.weight_bytes == 0
+    told = report._notes["wo_a_handed_over"][0]()
+    assert "wo_a: SGLang's own, as the checkpoint has bf16 weights" in told
+    assert ("NOT REPRODUCIBLE" in told) is reproducible
+    expected = o.clone()
+    rope(expected[..., -64:], None, made.freqs_cis, positions, True)
+    product = torch.einsum("tgd,grd->tgr", expected.view(5, GROUPS, -1), weight.view(GROUPS, OUTPUTS, -1))
+    assert torch.equal(made.forward(o, positions, ()), product) and model.operator.calls == []
+    stock = torch.nn.Sequential(made)
+    seen = adapter.replace_load_weights(lambda self, weights: weights)(stock, [("a.wo_a.scale", 1)])
+    assert seen == [("a.wo_a.scale", 1)]  # loaded again by SGLang alone, as E4M3 too
+
+
+def test_bf16_that_never_was_e4m3_does_not_come_into_a_server_with_e4m3(model):
+    made, (o, positions) = loaded(model), inputs(3)
+    before = made.forward(o, positions, ())
+    weight = made.wo_a.weight
+    with pytest.raises(ValueError, match=r"the server that they are loaded into has E4M3: .*DSV4_SM120_SET=wo_a=off"):
+        weight.weight_loader(weight, torch.randn(GROUPS * OUTPUTS, INPUTS).to(torch.bfloat16))
+    assert torch.equal(made.forward(o, positions, ()), before)
+
+
+def test_a_weight_of_another_type_is_told(model):
     weight = attention(model).wo_a.weight
-    with pytest.raises(ValueError, match=r"must be torch.float8_e4m3fn.*got torch.bfloat16: .*DSV4_SM120_SET=wo_a=off"):
-        weight.weight_loader(weight, torch.zeros(GROUPS * OUTPUTS, INPUTS, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"must be torch.float8_e4m3fn.*got torch.int8: .*DSV4_SM120_SET=wo_a=off"):
+        weight.weight_loader(weight, torch.zeros(GROUPS * OUTPUTS, INPUTS, dtype=torch.int8))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
@@ -245,9 +313,19 @@ def test_a_forward_that_does_something_else_raises(model, what):
 
 
 def test_scales_get_their_parameters_name_and_the_rest_passes():
-    pairs = [("layers.0.attn.wo_a.scale", 1), ("layers.0.attn.wo_a.weight", 2), ("layers.0.attn.wo_b.scale", 3)]
+    weight, _ = stored()
+    pairs = [("layers.0.attn.wo_a.scale", 1), ("layers.0.attn.wo_a.weight", weight), ("layers.0.attn.wo_b.scale", 3)]
     found = list(adapter.AsStored(iter(pairs)))
     assert found == [("layers.0.attn.wo_a.weight_scale_inv", 1), *pairs[1:]]
+
+
+@pytest.mark.parametrize("scale_first", [False, True])
+@pytest.mark.parametrize("kind", ["scale", "weight_scale_inv"])
+def test_scales_of_bf16_weights_end_the_loading(kind, scale_first):
+    """As SGLang's expansion does; they would be written over those that the weights were given."""
+    pairs = [("layers.0.attn.wo_a.weight", expanded()), (f"layers.0.attn.wo_a.{kind}", stored()[1])]
+    with pytest.raises(ValueError, match="scales for layers.0.attn.wo_a.weight, which is not E4M3: .*wo_a=off"):
+        list(adapter.AsStored(reversed(pairs) if scale_first else pairs))
 
 
 def test_only_models_with_our_layers_load_as_stored(model):

@@ -22,6 +22,7 @@ from tests.patching.wheels import content, every_release, fetch, packages, since
 
 HERE = Path(__file__).resolve().parent
 CONFIG = json.loads((HERE.parent / "data/flash_config.json").read_text())
+NVFP4 = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 
 RESOLVE = """
     import json, os, sys
@@ -174,10 +175,32 @@ def test_experts_that_sglang_finds_to_be_fp8_are_not_given_to_marlin(run, tmp_pa
     code = RESOLVE.replace("MODEL", repr(str(model))).replace('"states": ', '"notes": NOTES, "states": ')
     notes = "[say() for say, _ in sys.modules['deepseek_v4_sm120.patching.report']._notes.values()]"
     code = code.replace("NOTES", notes)
-    assert "NOT REPRODUCIBLE" in run(code, **set_on)["notes"][0]
+    not_reproducible, of_the_model = run(code, **set_on)["notes"]
+    assert "NOT REPRODUCIBLE" in not_reproducible and of_the_model == THEIRS.format(
+        "mxfp4_moe (expert_format fp8", "fp4"
+    )
     stored_folder(tmp_path, "I8", "scale", config=config)
     assert run(code, **set_on)["notes"] == []
     assert run(RESOLVE.replace("MODEL", repr(str(model))))["arguments"]["moe_runner_backend"] == "marlin"
+
+
+THEIRS = "model: SGLang's own code runs in place of {}, made for {})"
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+@pytest.mark.parametrize(
+    ("changes", "theirs"),
+    [
+        ({"quantization_config": CONFIG["quantization_config"] | NVFP4}, [("mxfp4_moe (expert_format nvfp4", "fp4")]),
+        ({"n_routed_experts": 154}, [("bf16_linear (experts 154", "a multiple of 4")]),
+        ({"n_routed_experts": 192, "num_experts_per_tok": 4}, []),
+    ],
+)
+def test_what_a_conversion_leaves_to_sglang_is_in_its_reports(run, tmp_path, version, changes, theirs):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    code = RESOLVE.replace("MODEL", repr(str(tmp_path)))
+    code = code.replace('"states":', '"notes": [say() for say, _ in patching.report._notes.values()], "states":')
+    assert run(code, version=version)["notes"] == [THEIRS.format(*one) for one in theirs]
 
 
 def test_without_us_it_stays_at_what_cannot_start(run):

@@ -133,7 +133,8 @@ class Tree:
 
     def __init__(self, wheel, monkeypatch, *, patched, names=None, batch=None):
         self.wheel, self.patched, self.expansion = wheel, patched, Expansion()
-        self.names, self.batch = names or {}, batch or {}
+        self.names, self.batch, self.weights = names or {}, batch or {}, checkpoint
+        self.log = None
         self.module = ModuleType("wheel_wo_a_model")
         self.module._dequant_fp8 = self.expansion
         monkeypatch.setitem(sys.modules, self.module.__name__, self.module)
@@ -178,6 +179,8 @@ class Tree:
             "_clone_if_runai_streamed_tensor": lambda tensor: tensor,
             "maybe_executor_submit": lambda func, func_args, **_: func(*func_args),
         }
+        if self.log is not None:
+            names["logger"] = self.log
         for name in EXPANDERS:
             take(self.wheel, names, name)
         names["_dequant_fp8"] = self.expansion
@@ -192,7 +195,7 @@ class Tree:
         """What wo_a gives in each layer, [layers, rows, outputs], with the checkpoint loaded; and the model."""
         backend = SimpleNamespace(forward=lambda **kwargs: o.clone())
         model = Model(self.attention(backend), rank, ranks)
-        self.load(model, checkpoint())
+        self.load(model, self.weights())
         batch, outs = Quiet(), []
         vars(batch).update(self.batch, attn_backend=backend)
         for layer in model.model.layers:
@@ -260,6 +263,47 @@ def test_the_wheels_own_forward_projects_with_the_wheels_own_loading(
     exact = truth(*given, rank, ranks)
     for result in (found, expected):
         assert relative_error(result, exact) < 0.0025
+
+
+def converted(change=lambda weight: weight):
+    """As sgl-project's FP8 conversions have it: DeepSeek's own convert.py makes wo_a bf16, and its scales are gone."""
+    pairs = checkpoint()
+    for name in [name for name in pairs if name.endswith(".weight")]:
+        scale = pairs.pop(name.replace(".weight", ".scale"))
+        pairs[name] = change(Expansion()(pairs[name], scale))
+    return pairs
+
+
+class Log(Quiet):
+    def __init__(self):
+        self.said = []
+
+    def warning(self, text, *_):
+        self.said.append(text)
+
+
+@every_release()
+@pytest.mark.parametrize("was_e4m3", [True, False])
+def test_a_checkpoint_with_bf16_weights_and_no_scales(version, was_e4m3, sglang_wheel, monkeypatch, operator):
+    """SGLang takes them as they are; ours make E4M3 of what was E4M3, and leave other numbers to SGLang. No parameter
+    is told to be without weights."""
+    wheel, rows = sglang_wheel(version), 5
+    monkeypatch.setattr(adapter.handed_over, "tell", lambda *told: None)
+    given, found = inputs(rows, 2), {}
+    for patched in (False, True):
+        tree = Tree(wheel, monkeypatch, patched=patched)
+        tree.weights = converted if was_e4m3 else lambda: converted(lambda weight: weight * 1.17)
+        tree.log = Log()
+        found[patched], model = tree.run(*given, rank=1, ranks=2)
+        assert tree.log.said == [] and tree.expansion.shapes == []
+    assert operator.calls == ([(rows, True)] * LAYERS if was_e4m3 else [])
+    is_ours = [isinstance(layer.self_attn.wo_a.weight, adapter.StoredWeight) for layer in model.model.layers]
+    assert is_ours == [was_e4m3] * LAYERS
+    if was_e4m3:
+        for result in found.values():
+            assert relative_error(result, truth(*given, 1, 2)) < 0.0025
+    else:
+        assert torch.equal(found[True], found[False])
 
 
 @every_release()

@@ -307,9 +307,8 @@ def _left_to_sglang(facts: Facts) -> Iterator[Finding]:
     """Layers that an operator would have taken."""
     notes = [note for process in (facts.status or {}).get("processes", []) for note in process.get("notes", ())]
     for note in dict.fromkeys(note for note in notes if HANDED_OVER in note):
-        yield warn(
-            "left to SGLang", note, "the time that the operator saves", "the checkpoint itself, without that flag"
-        )
+        fix = "the released checkpoint itself, without such a flag"
+        yield warn("left to SGLang", note, "the time that the operator saves", fix)
 
 
 def _compiled_late(facts: Facts) -> Iterator[Finding]:

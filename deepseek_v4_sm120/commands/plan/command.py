@@ -110,6 +110,8 @@ def _speculation(request: Request, spec: str | None, block: int | None) -> Specu
         if block is not None:
             raise CommandError(f"--block {block} with --spec none: nothing drafts; leave out one of them")
         return None
+    if spec is None and block is None and request.model.no_drafter:
+        return None
     algorithm = request.model.drafter if spec is None else DRAFTERS[spec]
     advised = advise(request.version, algorithm, request.concurrency, request.load).block
     return Speculation(algorithm, 1 + (advised if block is None else block), cards=request.gpus)

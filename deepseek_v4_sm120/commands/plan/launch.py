@@ -53,6 +53,8 @@ def check(request: Request) -> None:
         raise CommandError(f"SGLang {request.sglang} does not have this model; take 0.5.17 or newer")
     if request.version >= (0, 6):
         raise CommandError(f"SGLang {request.sglang} is newer than what this release knows (below 0.6)")
+    if request.speculation is not None and m.no_drafter:
+        raise CommandError(f"--spec: {m.name} has nothing to draft with: {m.no_drafter}")
     if request.speculation is not None and request.speculation.algorithm != m.drafter:
         brings = "an MTP block (--spec mtp)" if m.drafter == EAGLE else "DSPARK's drafter (--spec dspark)"
         raise CommandError(f"--spec: {m.name} brings {brings}, nothing to draft with as {request.speculation.drafts}")
@@ -268,6 +270,8 @@ def _notes(plan: Plan) -> None:
         )
     if r.model.sees_images:
         plan.notes.append(models_served.SEES_IMAGES)
+    if r.model.no_drafter:
+        plan.notes.append(f"no speculation: {r.model.no_drafter}")
     plan.notes += r.profile_told
     if r.profile is not None and facts.is_container(Path("/")):
         plan.notes.append(f"{r.profile} lies in this container: the docker line's --mount wants its path on the host")

@@ -12,6 +12,7 @@ from deepseek_v4_sm120.sglang_patches import models_served
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 FP4, FP8 = "fp4", "fp8"
+BLOCKS = (128, 128)  # of the FP8 layers' scales
 GREATEST = 1 << 30  # of any number in a config.json that counts or measures
 NAMES = {
     ("flash", FP4): "deepseek-ai/DeepSeek-V4-Flash",
@@ -51,6 +52,7 @@ class Model:
     dspark_block: int | None = None  # of a checkpoint with DSPARK's drafter, which has no MTP block
     dspark_stages: int = 0  # layers of that drafter
     sees_images: bool = False  # its checkpoint, of which SGLang serves the text alone
+    no_drafter: str | None = None  # why its checkpoint has nothing to draft with
 
     @property
     def drafter(self) -> str:
@@ -152,6 +154,9 @@ def from_config(text: str | Path, experts: str | None) -> Model:
         raise CommandError(f"{path}: dspark_block_size must be a whole number, with a list dspark_target_layer_ids")
     if dtype not in (FP4, FP8):
         raise CommandError(f"{path}: experts in {dtype!r:.40} are not {FP4} or {FP8}, whose sizes are known here")
+    if (blocks := models_served.sizes(found)["block"]) != BLOCKS:
+        known = "dense layers in FP8 with scales of 128 x 128 weights, whose sizes are known here"
+        raise CommandError(f"{path}: its quantization_config ({blocks!s:.40}) does not say {known}")
     values = {name: found[key] for name, key in FIELDS.items()}
     return Model(
         name=path.parent.name or "model",
@@ -165,6 +170,7 @@ def from_config(text: str | Path, experts: str | None) -> Model:
         dspark_block=block,
         dspark_stages=0 if block is None else len(stages),
         sees_images=models_served.sees_images(found),
+        no_drafter=found.get(models_served.NO_DRAFTER),
     )
 
 

@@ -32,6 +32,7 @@ READY_TIMEOUT_S = 3600
 STOP_TIMEOUT_S = 30
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
+OTHER_DRAFTER = "--speculative-draft-model"  # with -path, too: weights of another folder
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
 POLL_S = 0.5
 # words of SGLang's log -> the stage that begins there
@@ -121,6 +122,8 @@ def unsafe(plan: Plan, words: list[str], environ: Mapping[str, str]) -> list[str
     """What is known of the speculation that this very command line starts, and tolerated; CommandError otherwise."""
     r = plan.request
     found = speculation.of_command(words, environ, r.model.dspark_block)
+    if found is not None and r.model.no_drafter and not any(word.startswith(OTHER_DRAFTER) for word in words):
+        raise CommandError(f"--speculative-algorithm: {r.model.name} has nothing to draft with: {r.model.no_drafter}")
     return speculation.refuse_if_unsafe(r.version, found, r.replaced, insist=r.insist, release=r.sglang)
 
 

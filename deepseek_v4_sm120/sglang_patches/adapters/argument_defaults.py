@@ -17,7 +17,7 @@ import importlib
 import os
 import sys
 from collections import ChainMap
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from importlib.util import find_spec
 
 from deepseek_v4_sm120 import patching
@@ -30,6 +30,7 @@ from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
 from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
 from deepseek_v4_sm120.sglang_patches.names import RUST_FRONT, WITHOUT_FRONT
+from deepseek_v4_sm120.sglang_patches.stored_experts import FP8, NVFP4
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
@@ -82,6 +83,15 @@ def _has_fp4_experts(server_args) -> bool:
     """DeepSeek's, that is: not NVFP4 either."""
     found = _model_config(server_args)
     return _are_4_bits(server_args) and getattr(found, "nvfp4_moe_meta", None) is None
+
+
+def _others(server_args, config: Mapping) -> str | None:
+    """Which operators have nothing to do in this model, on however many cards; None where each has something."""
+    given = dict(config)
+    if not _has_fp4_experts(server_args):  # of which the configuration may say that they are
+        given[models_served.EXPERT_FORMAT] = NVFP4 if _are_4_bits(server_args) else FP8
+    without = [f"{v.operator} ({v.why})" for v in models_served.verdicts(given) if not v.served]
+    return f"SGLang's own code runs in place of {'; '.join(without)}" if without else None
 
 
 def _surroundings(server_args) -> MutableMapping[str, str]:
@@ -194,6 +204,9 @@ def replace_apply_defaults(original: Callable) -> Callable:
                 told = f"{', '.join(theirs)}: SGLang's own, by the settings. NOT REPRODUCIBLE: {BY_ROWS}"
                 report.add_note("reproducible", lambda: told)
                 report.warn(f"deepseek_v4_sm120: {told}")
+            if config is not None and not other and (without := _others(server_args, config)):
+                report.add_note("model", lambda: f"model: {without}")
+                report.info(f"deepseek_v4_sm120: {without}")
             report.write(engine)
         return original(server_args, model_arch)
 

@@ -102,13 +102,23 @@ def are_sglangs(operator: str) -> bool:
     reason = why()
     if reason is None:
         return False
+    tell(operator, reason)
+    return True
+
+
+def tell(operator: str, reason: str) -> None:
+    """Once: layers that the operator would take are SGLang's."""
     text = f"{operator}: SGLang's own, as {reason}"
     text += ". NOT REPRODUCIBLE: its sums' order depends on the rows" if settings().reproducible else ""
     report.warn_once(text)
     report.add_note(f"{operator}_handed_over", lambda: text)
-    return True
 
 
 def keep_here(layer, operator: str) -> None:
     """For a layer that is ours."""
     setattr(layer, NOT_EXPORTED, way_out(operator, "its weights' layout is none that SGLang's own layers would load"))
+
+
+def let_go(layer) -> None:
+    """For a layer that was ours."""
+    delattr(layer, NOT_EXPORTED)

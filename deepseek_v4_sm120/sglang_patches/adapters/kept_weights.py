@@ -21,6 +21,11 @@ class KeptWeights:
         self.weight_bytes += weight_bytes
         report.add_note(self.operator, self.describe)
 
+    def remove(self, weight_bytes: int) -> None:
+        """A layer that was added is SGLang's again."""
+        self.layers -= 1
+        self.weight_bytes -= weight_bytes
+
     def describe(self) -> str:
         text = f"{self.operator}: {self.layers} layers, {self.weight_bytes / 1e9:.2f} GB {self.what}"
         more = f"; {self.shadow_copy_bytes / 1e9:.2f} GB more for the shadow's copy"

@@ -5,7 +5,8 @@ kernel that takes the rotary embedding of the attention's output back. Here:
 
     MQALayer.__init__              makes it an E4M3 layer with its scales (`store`)
     DeepseekV4ForCausalLM.load_weights, _dequant_fp8_wo_a_streaming
-                                   hand the checkpoint's tensors through as they are (`AsStored`)
+                                   hand the checkpoint's tensors through as they are (`AsStored`); bf16 that was
+                                   expanded from E4M3, as in sgl-project's FP8 conversions, becomes that again
     _model_load_weights_direct, dynamic_import
                                    refuse SGLang's bf16, which would be cast without scales
     MQALayer.forward               is SGLang's, with a scope around it. Its `self.wo_a.weight.view(groups, outputs, -1)`
@@ -14,7 +15,7 @@ kernel that takes the rotary embedding of the attention's output back. Here:
 
 What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
 are not touched, nor are weights that SGLang hands over or moves about (handed_over.py). Decided once per layer, when it
-is made (`keeps`).
+is made (`keeps`); a layer whose checkpoint has bf16 that never was E4M3 is SGLang's again (`_give_back`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepseek_v4_sm120.ops import fp8_linear_weights
 from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
@@ -42,6 +44,9 @@ WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_in
 (BLOCKS,) = limits.LIMITS[PATCH]["block"].values
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 SCALE_WORDS = " or ".join(map(str, SCALE_DTYPES))
+EXPANDED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NO_SCALES = torch.empty(0)  # in the place of those that an expanded weight does not have
+NEVER_E4M3 = "the checkpoint has bf16 weights that no E4M3 is"
 
 
 kept = KeptWeights(PATCH, "in FP8")
@@ -54,9 +59,13 @@ class StoredWeight(torch.nn.Parameter):
 
     scale: torch.nn.Parameter
     for_shadow: torch.Tensor | None = None  # bf16 [groups * outputs, inputs]
+    is_read = False  # a forward has taken it: captured graphs may have its address
 
     def view(self, *shape):
-        return Groups(self, shape) if len(shape) == 3 else super().view(*shape)
+        if len(shape) != 3:
+            return super().view(*shape)
+        self.is_read = True
+        return Groups(self, shape)
 
 
 def keeps(attention, quant_config, prefix: str) -> bool:
@@ -103,21 +112,73 @@ def store(layer, expand: Callable) -> None:
     for name, value in noted.items():
         setattr(weight, name, value)
         setattr(weight.scale, name, value)
-    weight.weight_loader = _checked(expanded.weight_loader)
+    weight.weight_loader = _loads(layer, expanded)
     weight.scale.weight_loader = _checked_scale(expanded.weight_loader)
+    expanded.data = expanded.data.new_empty(0)
     layer.weight, layer.weight_scale_inv = weight, weight.scale
     if settings().shadow:
         layer.quant_method = _ExpandedForShadow(layer.quant_method, expand)
-    kept.add(weight.numel() + 4 * weight.scale.numel())
+    kept.add(_bytes(weight))
     handed_over.keep_here(layer, PATCH)
 
 
-def _checked(load: Callable) -> Callable:
+def _bytes(weight: StoredWeight) -> int:
+    return weight.numel() + 4 * weight.scale.numel()
+
+
+def _loads(layer, expanded: torch.nn.Parameter) -> Callable:
+    """The loader of a layer that is ours, for E4M3, and for what somebody has expanded from E4M3.
+
+    expanded: SGLang's own parameter, without memory; it has some while weights are looked at.
+    """
+    load = expanded.weight_loader
+
     @functools.wraps(load)
     def weight_loader(param, loaded_weight, *args, **kwargs):
-        if (loaded_weight.dtype == torch.float8_e4m3fn) != (param.dtype == torch.float8_e4m3fn):
-            given = f"must be {param.dtype}, as its quantization_config says, got {loaded_weight.dtype}"
-            raise ValueError(way_out(PATCH, f"the checkpoint's weight {given}"))
+        if loaded_weight.dtype == param.dtype:
+            return load(param, loaded_weight, *args, **kwargs)
+        if loaded_weight.dtype not in EXPANDED_DTYPES:
+            raise ValueError(_unknown_type(param, loaded_weight))
+        expanded.data = torch.empty(param.shape, dtype=torch.bfloat16, device=param.device)
+        load(expanded, loaded_weight, *args, **kwargs)
+        found = fp8_linear_weights.recovered(expanded.data)
+        if found is None:
+            return _give_back(layer, expanded)
+        for parameter, values in zip((param, param.scale), found, strict=True):
+            parameter.data.copy_(values)
+        expanded.data = expanded.data.new_empty(0)
+        return None
+
+    weight_loader.checks_dtype = True
+    return weight_loader
+
+
+def _give_back(layer, expanded: torch.nn.Parameter) -> None:
+    """The layer is as SGLang made it, with its weights; ValueError where a forward has taken ours."""
+    weight = layer.weight
+    if weight.is_read:
+        raise ValueError(way_out(PATCH, f"{NEVER_E4M3}, and the server that they are loaded into has E4M3"))
+    handed_over.tell(PATCH, NEVER_E4M3)
+    del layer.weight_scale_inv
+    layer.weight = expanded
+    if isinstance(layer.quant_method, _ExpandedForShadow):
+        layer.quant_method = layer.quant_method.method
+    kept.remove(_bytes(weight))
+    handed_over.let_go(layer)
+
+
+def _unknown_type(param, loaded_weight) -> str:
+    given = f"must be {param.dtype}, as its quantization_config says, got {loaded_weight.dtype}"
+    return way_out(PATCH, f"the checkpoint's weight {given}")
+
+
+def _checked(load: Callable) -> Callable:
+    """Of a bf16 layer: E4M3 would be cast without its scales."""
+
+    @functools.wraps(load)
+    def weight_loader(param, loaded_weight, *args, **kwargs):
+        if loaded_weight.dtype == torch.float8_e4m3fn:
+            raise ValueError(_unknown_type(param, loaded_weight))
         return load(param, loaded_weight, *args, **kwargs)
 
     weight_loader.checks_dtype = True
@@ -129,6 +190,8 @@ def _checked_scale(load: Callable) -> Callable:
 
     @functools.wraps(load)
     def weight_loader(param, loaded_weight, *args, **kwargs):
+        if loaded_weight is NO_SCALES:  # param has them from the weight
+            return None
         if loaded_weight.dtype not in SCALE_DTYPES:
             raise ValueError(f"{PATCH}: the checkpoint's scales must be {SCALE_WORDS}, got {loaded_weight.dtype}")
         return load(param, loaded_weight, *args, **kwargs)
@@ -140,13 +203,13 @@ class _ExpandedForShadow:
     """In shadow mode, in the place of the layer's method: once the weights are there, SGLang expands a copy of them."""
 
     def __init__(self, method, expand: Callable):
-        self._method, self._expand = method, expand
+        self.method, self._expand = method, expand
 
     def __getattr__(self, name):
-        return getattr(self._method, name)
+        return getattr(self.method, name)
 
     def process_weights_after_loading(self, layer) -> None:
-        self._method.process_weights_after_loading(layer)
+        self.method.process_weights_after_loading(layer)
         weight = layer.weight
         expanded = self._expand(weight.data, weight.scale.data)
         if weight.for_shadow is None:
@@ -176,14 +239,25 @@ def replace_init(original: Callable) -> Callable:
 
 
 class AsStored:
-    """A checkpoint's (name, tensor) pairs with wo_a's scales under their parameter's name: nothing left to expand."""
+    """A checkpoint's (name, tensor) pairs with wo_a's scales under their parameter's name, and NO_SCALES behind weights
+    that have none: nothing left to expand, and no parameter that was not loaded."""
 
     def __init__(self, weights: Iterable):
         self._weights = weights
 
     def __iter__(self):
+        scaled, expanded = set(), set()  # layers
         for name, tensor in self._weights:
-            yield (name.removesuffix(SCALE) + PARAMETER if name.endswith(SCALE) else name), tensor
+            name = name.removesuffix(SCALE) + PARAMETER if name.endswith(SCALE) else name
+            yield name, tensor
+            if name.endswith(PARAMETER):
+                scaled.add(name.removesuffix(PARAMETER))
+            if name.endswith(WEIGHT) and tensor.dtype in EXPANDED_DTYPES:
+                expanded.add(name.removesuffix(WEIGHT))
+                yield name.removesuffix(WEIGHT) + PARAMETER, NO_SCALES
+            if both := scaled & expanded:  # scales that would be written over those that the weights were given
+                what = f"the checkpoint has scales for {both.pop()}{WEIGHT}, which is not E4M3"
+                raise ValueError(way_out(PATCH, what))
 
 
 def replace_load_weights(original: Callable) -> Callable:
