@@ -21,7 +21,7 @@ from deepseek_v4_sm120.commands.console import CommandError, encodable, temporar
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.http_get import get
-from deepseek_v4_sm120.commands.ending import as_interrupts
+from deepseek_v4_sm120.commands.ending import Terminated, as_interrupts
 from deepseek_v4_sm120.commands.plan import choices, launch
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan.request import Plan
@@ -47,6 +47,7 @@ STAGES = (
     ("CUDA graph end", "graphs are captured"),
     ("Uvicorn running", "warming up"),
 )
+READY = "The server is fired up and ready to roll"  # its own word, where nothing is heard at the address: TLS, --config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_machine(arguments.gpus, host, port)
     if host in LOOPBACK and facts.is_container(Path("/")):
         _say(f"[serve] nobody outside of this container reaches {host}: --host 0.0.0.0 listens for all")
-    return supervise(words, {**os.environ, **added}, _url(host, port))
+    is_secure = _last(extra, "--ssl-certfile") is not None
+    return supervise(words, {**os.environ, **added}, _url(host, port, "https" if is_secure else "http"))
 
 
 def _address(host: str, port: str, where: str) -> tuple[str, int]:
@@ -159,10 +161,10 @@ def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
         raise CommandError(f"cannot listen on {_url(host, port)}: {reason}") from error
 
 
-def _url(host: str, port: int) -> str:
+def _url(host: str, port: int, scheme: str = "http") -> str:
     """Where the server can be reached from this machine."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 # ---- the child
@@ -202,10 +204,8 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
             log.join(LAST_WORDS_S)
             _say(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}")
             return 1 if code else 0
-        except KeyboardInterrupt:
-            log.pass_on("[serve] stopping")  # to a terminal that may be gone
-            if not stop(child):
-                log.pass_on(f"[serve] still there after {STOP_TIMEOUT_S} s: killed")
+        except KeyboardInterrupt as told:
+            _end(child, log, None if isinstance(told, Terminated) else STOP_TIMEOUT_S)
             log.join(LAST_WORDS_S)
             return 0
         finally:
@@ -215,14 +215,27 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
                 os.killpg(child.pid, signal.SIGKILL)  # workers that outlived a server that died
 
 
-def stop(child: subprocess.Popen) -> bool:
-    """SIGTERM to the server, which ends its workers; what is left of its session after the limit is killed. Whether the
-    server ended by itself."""
+def _end(child: subprocess.Popen, log: _Log, limit_s: float | None) -> None:
+    """What it says goes to a terminal that may be gone. Told again, it does not wait any longer."""
+    log.pass_on(f"[serve] stopping{'' if limit_s else ' when the requests that run are answered; again: at once'}")
+    why = "told again"
+    try:
+        if stop(child, limit_s):
+            return
+        why = f"still there after {limit_s:g} s"
+    except KeyboardInterrupt:
+        stop(child, 0)
+    log.pass_on(f"[serve] {why}: killed")
+
+
+def stop(child: subprocess.Popen, limit_s: float | None = STOP_TIMEOUT_S) -> bool:
+    """SIGTERM to the server, which answers what it has, then ends its workers; what is left of its session after the
+    limit (None: of who stops us) is killed. Whether the server ended by itself."""
     has_ended = True
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     try:
-        child.wait(STOP_TIMEOUT_S)
+        child.wait(limit_s)
     except subprocess.TimeoutExpired:
         has_ended = False
     with contextlib.suppress(ProcessLookupError):
@@ -237,12 +250,13 @@ class _Log(threading.Thread):
     def __init__(self, child: subprocess.Popen):
         super().__init__(daemon=True)
         self.child, self.stage, self.started = child, "starting", time.monotonic()
-        self.is_heard = True
+        self.is_heard, self.is_ready = True, False
         self.start()
 
     def run(self) -> None:
         for line in self.child.stdout:  # to the end, heard or not: a server whose words nobody takes would stop
             self.pass_on(line.rstrip("\n"))
+            self.is_ready = self.is_ready or READY in line
             stage = next((name for words, name in STAGES if words.lower() in line.lower()), self.stage)
             if stage != self.stage:
                 self.stage = stage
@@ -262,10 +276,14 @@ def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
     end = time.monotonic() + READY_TIMEOUT_S
     told = time.monotonic()
     while child.poll() is None and time.monotonic() < end:
+        is_ready = log.is_ready  # before it is asked, which then answers
         with contextlib.suppress(CommandError):  # nobody there yet, or still warming up
             if get(f"{url}/health") is not None:
                 _say(f"[serve] {time.monotonic() - log.started:5.0f} s  answers at {url}")
                 return True
+        if is_ready:
+            _say(f"[serve] {time.monotonic() - log.started:5.0f} s  is ready, as it says; not seen at {url}")
+            return True
         if time.monotonic() - told > 30:
             told = time.monotonic()
             _say(f"[serve] {told - log.started:5.0f} s  still {log.stage}")
