@@ -7,10 +7,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.plan import launch, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
@@ -27,6 +29,8 @@ DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER, BY_PLACE = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"  # of CUDA's numbers; by default the fastest is the first
+GIVEN = "NVIDIA_VISIBLE_DEVICES"  # by `docker run --gpus` to its container, and in Kubernetes; all, none, void, a path
+CARDS = re.compile(r"(\d+|(GPU|MIG)-[\w./-]+)(,(\d+|(GPU|MIG)-[\w./-]+))*", re.ASCII)
 CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
 SUMMED_BY = ("ours", "nccl")
 MOST_DRAFTS = 3  # that are reckoned
@@ -94,6 +98,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
         insist=arguments.insist,
         off=settings().off,
         shadow=None if settings().off else settings().shadow,
+        cards=_chosen_cards(gpus, os.environ),
+        given=given_cards(os.environ),
     )
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
 
@@ -146,8 +152,6 @@ def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
         launch.check_memory(memory_gb)
     if gpus is not None and memory_gb is not None:
         return gpus, int(memory_gb * launch.REPORTED_PER_GB)
-    from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
-
     found = _cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
     if memory_gb is not None or not found:
         memory_mib = int((DEFAULT_MEMORY_GB if memory_gb is None else memory_gb) * launch.REPORTED_PER_GB)
@@ -181,6 +185,18 @@ def _is_named(gpu, name: str) -> bool:
 def visible_names(environ: Mapping[str, str]) -> list[str]:
     """What CUDA_VISIBLE_DEVICES says, one by one; nothing where it leaves all."""
     return [name.strip() for name in environ.get(VISIBLE, "").split(",") if name.strip()]
+
+
+def _chosen_cards(gpus: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that leave so many cards and more, for who starts the server elsewhere: in a container, a unit."""
+    is_chosen = len(visible_names(environ)) >= gpus
+    return {name: environ[name] for name in (VISIBLE, ORDER) if is_chosen and environ.get(name)}
+
+
+def given_cards(environ: Mapping[str, str]) -> str:
+    """Of the machine's cards those that this container was given; "" where that is all, or is not told."""
+    told = environ.get(GIVEN, "") if facts.is_container(Path("/"), environ) else ""
+    return told if CARDS.fullmatch(told) else ""
 
 
 def run(arguments: argparse.Namespace) -> int:
