@@ -173,7 +173,7 @@ def test_the_memory_of_a_server_without_reports_is_its_own(tmp_path, monkeypatch
         " </gpu>", f"<processes>{process(4, 'sglang::scheduler', 92000)}</processes> </gpu>"
     )
     found = gathered(tmp_path, xml)
-    monkeypatch.setattr(facts, "gather", lambda root, environ: found)
+    monkeypatch.setattr(facts, "gather", lambda root, environ, **_: found)
     monkeypatch.setattr(command.server, "ask", lambda url, key: server.Answers(PLANNED, None))
     url = "http://127.0.0.1:1" if is_serving else None
     command.run(argparse.Namespace(url=url, api_key=None, quick=True, json=True))

@@ -17,6 +17,7 @@ from deepseek_v4_sm120.commands.doctor import (
     gpu_checks,
     gpu_health,
     host_checks,
+    http_get,
     probe,
     server,
     software_checks,
@@ -41,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     answers = None
     if arguments.url is not None:  # first: a dead server is told at once
         answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))
-    found = facts.gather(Path("/"), os.environ)
+    port = None if arguments.url is None else http_get.port_of(arguments.url)
+    found = facts.gather(Path("/"), os.environ, port=port)
     found.is_serving = answers is not None
     if arguments.quick:
         found.probe_problem = "not tried: --quick"

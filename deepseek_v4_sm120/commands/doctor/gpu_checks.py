@@ -47,6 +47,9 @@ def checks(facts: Facts) -> Iterator[Finding]:
 def _architecture(facts: Facts) -> Iterator[Finding]:
     gpus = facts.smi.gpus
     names = ", ".join(sorted({f"{g.name} ({'.'.join(map(str, g.capability or ('?',)))})" for g in gpus}))
+    if facts.is_container:  # which may have been given some of the machine's
+        places = ", ".join(f"{g.index} at {g.bus_id}" for g in gpus)
+        names += f"; by this container's numbers, the host's may be others: {places}"
     if len({g.name for g in gpus}) > 1:
         yield warn(
             "GPU",
@@ -73,7 +76,7 @@ def _slices(facts: Facts) -> Iterator[Finding]:
     for gpu in facts.smi.gpus:
         if gpu.is_sliced:
             cost = "a server sees one slice: a part of the memory and of the multiprocessors, and no peer beside it"
-            yield warn(f"MIG of GPU {gpu.index}", "enabled", cost, f"nvidia-smi -i {gpu.index} -mig 0, as root")
+            yield warn(f"MIG of GPU {gpu.index}", "enabled", cost, f"as root: nvidia-smi -i {gpu.bus_id} -mig 0")
         elif gpu.virtual == VIRTUAL_GPU:
             found, cost = (
                 "a virtual GPU (vGPU)",
@@ -180,7 +183,7 @@ def _power(facts: Facts) -> Iterator[Finding]:
                 name,
                 f"limit {gpu.power_limit:.0f} W, the card's own is {gpu.power_default:.0f} W",
                 "less prefill; decode is bound by memory and loses little",
-                f"nvidia-smi -i {gpu.index} -pl {gpu.power_default:.0f}",
+                f"as root: nvidia-smi -i {gpu.bus_id} -pl {gpu.power_default:.0f}",
             )
         else:
             ceiling = f", of {BOARD_WATTS} W boards' published figures" if gpu.power_limit < BOARD_WATTS else ""
