@@ -400,7 +400,9 @@ VERDICT = {"transport": "peer", "text": "2 cards sum by way of each other's memo
 @pytest.mark.parametrize(
     ("used", "processes", "is_serving", "asked"),
     [
-        (97000, [], False, [True]),  # nobody is hurt
+        (0, [], False, [True]),
+        (97000, [], False, []),  # somebody's, of whom nothing is known: of a container's processes nothing is seen
+        (97887 - 2048, [], False, [True]),
         (97887 - 1024, [report(found={"all_reduce": VERDICT})], False, [False]),
         (97887 - 1023, [report(found={"all_reduce": VERDICT})], False, []),
         (97887 - 2048, [report()], False, [True]),
