@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,11 +110,27 @@ def test_at_a_terminal_it_has_a_limit(supervised):
 
 
 def test_a_server_that_nobody_hears_at_its_address_is_not_ended_for_it(supervised):
-    """TLS with a certificate of its own, an address from --config: it said that it is ready."""
+    """TLS, asked for in a --config, or with a certificate of its own: it said that it is ready."""
     child, read = supervised(drain=0, limit=10)
     wait_for("is ready, as it says; not seen at https://127.0.0.1:9", read, child)
     wait_for("up", read, child)
     assert child.poll() is None
+
+
+def test_a_start_may_take_as_long_as_it_takes(monkeypatch, capsys):
+    """Of 160 GB by a slow line, in which SGLang says nothing. What ends it is who started it."""
+    hours, now = 0, time.monotonic
+    monkeypatch.setattr(serve.time, "monotonic", lambda: now() + 3600 * hours)
+    monkeypatch.setattr(serve, "get", lambda url: None)
+
+    def poll():
+        nonlocal hours
+        hours += 1
+        return None if hours < 9 else 0
+
+    child, log = SimpleNamespace(poll=poll), SimpleNamespace(started=now(), stage="loading weights", is_ready=False)
+    assert serve._wait_until_healthy(child, log, "http://x") is False
+    assert "still loading weights" in capsys.readouterr().out and hours == 9
 
 
 @pytest.mark.parametrize("words", [["--ssl-certfile", "c"], ["--ssl-certfile=c"], []])
