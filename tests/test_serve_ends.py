@@ -1,7 +1,9 @@
 """How `serve` begins and ends under who else runs servers: a stand-in for SGLang that answers what it has before it
 ends, or that nobody on this machine hears."""
 
+import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from deepseek_v4_sm120.__main__ import main
+from deepseek_v4_sm120.commands.doctor import nvidia_smi
 from deepseek_v4_sm120.commands.serve import command as serve
+from tests.doctor.test_machine import rtx, smi
 
 REPO = Path(__file__).resolve().parent.parent
 # takes `drain` seconds for what it has to answer, as SGLang does at SIGTERM; its child stays in its session
@@ -133,10 +138,44 @@ def test_a_start_may_take_as_long_as_it_takes(monkeypatch, capsys):
     assert "still loading weights" in capsys.readouterr().out and hours == 9
 
 
+@pytest.mark.parametrize(
+    ("used", "visible", "own", "told"),
+    [
+        ((0, 0, 0, 0), None, [], []),
+        ((90_000, 90_000, 0, 0), None, [], [0, 1]),
+        ((90_000, 90_000, 0, 0), "2,3", [], []),
+        ((0, 0, 0, 90_000), "2,3", [], [3]),
+        ((9_000, 0, 90_000, 90_000), None, [], []),  # a monitor, another server
+        ((90_000, 90_000, 0, 0), None, ["--base-gpu-id=2"], []),
+    ],
+)
+def test_cards_of_another_server_are_told_before_this_one_takes_of_them(used, visible, own, told, monkeypatch, capsys):
+    gpus = nvidia_smi.read(smi(rtx(4))).gpus
+    now = tuple(dataclasses.replace(gpu, memory_used=mib) for gpu, mib in zip(gpus, used, strict=True))
+    monkeypatch.setattr(serve.nvidia_smi, "read", lambda run: SimpleNamespace(gpus=now, problem=None))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(serve, "_check_machine", lambda *_: None)
+    monkeypatch.setattr(serve, "supervise", lambda *_: 0)
+    words = ["serve", "--gpus", "2", "--memory", "96", "--sglang", "0.5.23"]
+    assert main([*words, "--", *own]) == 0
+    found = re.findall(r"\[serve\] GPU (\d+) has \d+ of 97887 MiB free, for ", capsys.readouterr().out)
+    assert list(map(int, found)) == told
+
+
+def test_of_several_kinds_of_cards_nobody_knows_which_cuda_takes(monkeypatch):
+    gpus = nvidia_smi.read(smi(rtx(4))).gpus
+    mixed = [dataclasses.replace(gpu, memory_used=90_000, name=f"RTX {gpu.index // 2}") for gpu in gpus]
+    monkeypatch.setattr(serve.nvidia_smi, "read", lambda run: SimpleNamespace(gpus=mixed))
+    plan = SimpleNamespace(weights=70e9, request=SimpleNamespace(gpus=2))
+    assert serve.taken(plan) == []
+    mixed[:] = [dataclasses.replace(gpu, name="RTX") for gpu in mixed]
+    assert len(serve.taken(plan)) == 2
+
+
 @pytest.mark.parametrize("words", [["--ssl-certfile", "c"], ["--ssl-certfile=c"], []])
 def test_the_address_of_a_server_with_tls(words, monkeypatch):
-    from deepseek_v4_sm120.__main__ import main
-
     asked = []
     monkeypatch.setattr(serve, "_check_machine", lambda *_: None)
     monkeypatch.setattr(serve, "supervise", lambda words, environ, url: asked.append(url) or 0)

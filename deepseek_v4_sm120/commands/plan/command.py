@@ -152,7 +152,7 @@ def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
         launch.check_memory(memory_gb)
     if gpus is not None and memory_gb is not None:
         return gpus, int(memory_gb * launch.REPORTED_PER_GB)
-    found = _cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
+    found = cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
     if memory_gb is not None or not found:
         memory_mib = int((DEFAULT_MEMORY_GB if memory_gb is None else memory_gb) * launch.REPORTED_PER_GB)
     elif None in found:
@@ -166,12 +166,13 @@ def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
     return (usable if gpus is None else gpus), memory_mib
 
 
-def _cards(gpus: Sequence, environ: Mapping[str, str]) -> list:
+def cards(gpus: Sequence, environ: Mapping[str, str]) -> list:
     """Those that can serve, of the kind that ours is for where there are some. Of CUDA_VISIBLE_DEVICES those that it
-    names (None: nvidia-smi does not list it), where it has CUDA's own numbers, by speed, as many."""
+    names (None: nvidia-smi does not list it), where it has CUDA's own numbers, by speed, of several kinds, as many."""
     served = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability[0] == SM120_MAJOR] or list(gpus)
     names = visible_names(environ)
     is_exact = environ.get(ORDER) == BY_PLACE or any(name.startswith(("GPU-", "MIG-")) for name in names)
+    is_exact = is_exact or len({gpu.name for gpu in gpus}) == 1  # as fast as each other, CUDA takes them by their place
     if not (names and gpus and is_exact):
         return served[: len(names) or None]
     return [next((gpu for gpu in gpus if _is_named(gpu, name)), None) for name in names]

@@ -30,6 +30,9 @@ from deepseek_v4_sm120.settings import REPORT, read_choices
 PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
 STOP_TIMEOUT_S = 30
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# by which SGLang takes other cards than the first ones, or other weights
+OTHER_CARDS = {"--base-gpu-id", "--gpu-id-step", "--model-path", "--model", "--cpu-offload-gb", "--tp-size", "--tp"}
+OTHER_CARDS |= {"--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"}
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
 POLL_S, STILL_S = 0.5, 30.0
@@ -81,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return 0
     _check_machine(arguments.gpus, host, port)
+    for text in [] if OTHER_CARDS.intersection(word.partition("=")[0] for word in extra) else taken(plan):
+        _say(f"[serve] {text}")
     if host in LOOPBACK and facts.is_container(Path("/")):
         _say(f"[serve] nobody outside of this container reaches {host}: --host 0.0.0.0 listens for all")
     is_secure = _last(extra, "--ssl-certfile") is not None
@@ -158,6 +163,19 @@ def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(f"cannot listen on {_url(host, port)}: {reason}") from error
+
+
+def taken(plan: Plan) -> list[str]:
+    """A sentence for each card of the plan that has no room for its weights now, as beside another server; of several
+    kinds CUDA has an order of its own."""
+    gpus, needed = nvidia_smi.read(facts.run_command).gpus, plan.weights / (1 << 20)
+    cards = plan_command.cards(gpus, os.environ)[: plan.request.gpus] if len({gpu.name for gpu in gpus}) == 1 else []
+    return [
+        f"GPU {gpu.index} has {gpu.memory_total - gpu.memory_used} of {gpu.memory_total} MiB free, for {needed:.0f}"
+        f" of weights: is another server on it, or one that just ends? {plan_command.VISIBLE} chooses others"
+        for gpu in cards
+        if gpu is not None and 0 < gpu.memory_total < needed + gpu.memory_used
+    ]
 
 
 def _url(host: str, port: int, scheme: str = "http") -> str:
