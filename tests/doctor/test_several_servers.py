@@ -132,6 +132,16 @@ def test_what_is_to_be_done_to_a_card_names_its_place_on_the_bus(tmp_path):
         assert "nvidia-smi -r -i 0000:00:06.0" in one.fix
 
 
+@pytest.mark.parametrize("mode", ["Default", "Exclusive_Process", "Prohibited"])
+def test_cards_that_let_one_process_compute_are_told(tmp_path, mode):
+    """By which hosts keep servers apart; a server's ranks start their sums' probe on the same cards."""
+    xml = rtx().replace(" </gpu>", f"<compute_mode>{mode}</compute_mode></gpu>", 1)
+    found = {f.check: f for f in gpu_checks.checks(gathered(tmp_path, xml))}
+    assert "compute mode of GPU 1" not in found
+    assert ("compute mode of GPU 0" in found) is (mode != "Default")
+    assert mode == "Default" or "-i 0000:01:00.0 -c 0;" in found["compute mode of GPU 0"].fix
+
+
 @pytest.mark.parametrize("container", [True, False])
 def test_a_containers_numbers_are_told_with_their_places(tmp_path, container):
     found = gathered(tmp_path, rtx())

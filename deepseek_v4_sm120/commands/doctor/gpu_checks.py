@@ -72,8 +72,12 @@ def _architecture(facts: Facts) -> Iterator[Finding]:
 
 
 def _slices(facts: Facts) -> Iterator[Finding]:
-    """Cards of which a server has a part."""
+    """Cards of which a server has a part, or where not all that it starts may compute."""
     for gpu in facts.smi.gpus:
+        if gpu.mode is not None:
+            cost = "one process may compute there: the sums' probe, a rank's second one, may not, so they stay SGLang's"
+            fix = f"as root: nvidia-smi -i {gpu.bus_id} -c 0; CUDA_VISIBLE_DEVICES keeps servers apart, too"
+            yield warn(f"compute mode of GPU {gpu.index}", gpu.mode, cost, fix)
         if gpu.is_sliced:
             cost = "a server sees one slice: a part of the memory and of the multiprocessors, and no peer beside it"
             yield warn(f"MIG of GPU {gpu.index}", "enabled", cost, f"as root: nvidia-smi -i {gpu.bus_id} -mig 0")
