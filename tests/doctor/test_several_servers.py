@@ -12,7 +12,7 @@ from deepseek_v4_sm120.commands.doctor import server as asked_server
 from deepseek_v4_sm120.commands.doctor.software_checks import checks as software_checks
 from deepseek_v4_sm120.patching import lifetime
 from tests.doctor.test_health import ANSWER, health
-from tests.doctor.test_machine import finding, gathered, rtx
+from tests.doctor.test_machine import CARD, finding, gathered, rtx
 from tests.doctor.test_server import PLANNED
 
 # a server: its first process listens, and starts two ranks, one by way of a process that reports nothing
@@ -130,6 +130,22 @@ def test_what_is_to_be_done_to_a_card_names_its_place_on_the_bus(tmp_path):
         before, tag, rest = ANSWER.partition(f"<{field}>")
         (one,) = health(tmp_path, before + tag + now + rest[rest.index("<") :])["health of GPU 0"]
         assert "nvidia-smi -r -i 0000:00:06.0" in one.fix
+
+
+@pytest.mark.parametrize(
+    ("environ", "kinds", "used"),
+    [
+        ({}, 1, {0, 1, 2, 3}),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, 1, {2, 3}),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2, {0, 1, 2, 3}),  # CUDA's numbers, the fastest first
+        ({"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 2, {2, 3}),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, 1, {0, 1, 2, 3}),
+    ],
+)
+def test_without_trials_the_cards_are_those_that_cuda_is_left(tmp_path, environ, kinds, used):
+    """Beside a running server nothing is tried; a pair of another one's cards is not called slow."""
+    xml = rtx(4) if kinds == 1 else rtx(4).replace(CARD, "RTX 4090", 1)
+    assert gathered(tmp_path, xml, environ).used == used
 
 
 @pytest.mark.parametrize("mode", ["Default", "Exclusive_Process", "Prohibited"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from deepseek_v4_sm120 import patching
-from deepseek_v4_sm120.commands.doctor import cpus, nvidia_smi, pci, servers
+from deepseek_v4_sm120.commands.doctor import cpus, nvidia_smi, pci, servers, visible
 from deepseek_v4_sm120.patching import lifetime
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
@@ -69,12 +69,13 @@ class Facts:
 
     @property
     def used(self) -> set[int]:
-        """nvidia-smi's numbers of the cards that torch sees, which CUDA_VISIBLE_DEVICES decides; all where the probe
-        does not tell."""
+        """nvidia-smi's numbers of the cards that torch sees; where the probe does not tell, of those that
+        CUDA_VISIBLE_DEVICES leaves."""
         probe = self.probe or {}
         ends = {pair[end] for pair in probe.get("peers") or () for end in ("from", "to")}
         seen = ends | {int(number) for number in probe.get("links") or ()}
-        return seen or {gpu.index for gpu in self.smi.gpus}
+        left = {gpu.index for gpu in visible.named(self.smi.gpus, self.environ) or () if gpu is not None}
+        return seen or left or {gpu.index for gpu in self.smi.gpus}
 
 
 def run_command(command: list[str], timeout_s: float = 20) -> str | None:

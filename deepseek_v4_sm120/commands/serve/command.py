@@ -19,7 +19,7 @@ from pathlib import Path
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError, encodable, temporary_folder
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
-from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
+from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.http_get import get
 from deepseek_v4_sm120.commands.ending import Terminated, as_interrupts
 from deepseek_v4_sm120.commands.plan import choices, launch
@@ -153,8 +153,8 @@ def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
         raise CommandError(f"no GPU to serve on: {gpus.problem}")
     if num_gpus is not None and len(gpus.gpus) < num_gpus:
         raise CommandError(f"--gpus {num_gpus}, but this machine has {len(gpus.gpus)}")
-    if num_gpus is not None and 0 < len(left := plan_command.visible_names(os.environ)) < num_gpus:
-        raise CommandError(f"--gpus {num_gpus}, but {plan_command.VISIBLE}={','.join(left)} leaves {len(left)}")
+    if num_gpus is not None and 0 < len(left := visible.names(os.environ)) < num_gpus:
+        raise CommandError(f"--gpus {num_gpus}, but {visible.VISIBLE}={','.join(left)} leaves {len(left)}")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -172,7 +172,7 @@ def taken(plan: Plan) -> list[str]:
     cards = plan_command.cards(gpus, os.environ)[: plan.request.gpus] if len({gpu.name for gpu in gpus}) == 1 else []
     return [
         f"GPU {gpu.index} has {gpu.memory_total - gpu.memory_used} of {gpu.memory_total} MiB free, for {needed:.0f}"
-        f" of weights: is another server on it, or one that just ends? {plan_command.VISIBLE} chooses others"
+        f" of weights: is another server on it, or one that just ends? {visible.VISIBLE} chooses others"
         for gpu in cards
         if gpu is not None and 0 < gpu.memory_total < needed + gpu.memory_used
     ]
