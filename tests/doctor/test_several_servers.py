@@ -148,6 +148,13 @@ def test_without_trials_the_cards_are_those_that_cuda_is_left(tmp_path, environ,
     assert gathered(tmp_path, xml, environ).used == used
 
 
+def test_nobody_is_told_to_stop_a_server_on_other_cards(tmp_path):
+    xml = rtx(4, **{"<used>0 MiB": "90000 MiB"})
+    found = gathered(tmp_path, xml, {"CUDA_VISIBLE_DEVICES": "2,3"})
+    told = {f.check for f in gpu_checks.checks(found) if f.check.startswith("memory")}
+    assert told == {"memory of GPU 2", "memory of GPU 3"}
+
+
 @pytest.mark.parametrize("mode", ["Default", "Exclusive_Process", "Prohibited"])
 def test_cards_that_let_one_process_compute_are_told(tmp_path, mode):
     """By which hosts keep servers apart; a server's ranks start their sums' probe on the same cards."""

@@ -199,7 +199,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     reports = (facts.status or {}).get("processes", [])
     serving = facts.is_serving or bool(reports)
     ours = {process.get("pid") for process in reports}
-    for gpu in facts.smi.gpus:
+    for gpu in (one for one in facts.smi.gpus if one.index in facts.used):
         name = f"memory of GPU {gpu.index}"
         large = [p for p in gpu.processes if (p.memory or 0) > IDLE_MEMORY_MIB]
         others = [p for p in large if p.pid not in ours and not p.name.startswith(NOT_OTHERS)]
