@@ -148,6 +148,18 @@ def test_without_trials_the_cards_are_those_that_cuda_is_left(tmp_path, environ,
     assert gathered(tmp_path, xml, environ).used == used
 
 
+@pytest.mark.parametrize(("left", "is_tried"), [("2,3", True), ("1,2", False)])
+def test_cards_beside_those_of_a_server_are_tried(tmp_path, monkeypatch, left, is_tried):
+    head, *rest = rtx(4).split("<used>0 MiB")
+    xml = head + "".join(f"<used>{97_000 * (i < 2)} MiB{one}" for i, one in enumerate(rest))
+    found = gathered(tmp_path, xml, {"CUDA_VISIBLE_DEVICES": left})
+    assert [gpu.memory_used for gpu in found.smi.gpus] == [97_000, 97_000, 0, 0]
+    tried = []
+    monkeypatch.setattr(command.probe, "run", lambda *_: tried.append(True) or (None, None))
+    command._probe(found)
+    assert bool(tried) is is_tried
+
+
 def test_nobody_is_told_to_stop_a_server_on_other_cards(tmp_path):
     xml = rtx(4, **{"<used>0 MiB": "90000 MiB"})
     found = gathered(tmp_path, xml, {"CUDA_VISIBLE_DEVICES": "2,3"})

@@ -65,7 +65,8 @@ def _probe(found: facts.Facts) -> tuple[dict | None, str | None]:
     lacks ends it."""
     with_sums = not gpu_checks.verdicts_of_servers(found)
     is_known, wanted = found.is_serving or bool((found.status or {}).get("processes")), PROBE_MIB * (1 + with_sums)
-    used = [gpu for gpu in found.smi.gpus if is_known or gpu.memory_used > gpu_checks.IDLE_MEMORY_MIB]
+    tried = [gpu for gpu in found.smi.gpus if gpu.index in found.used]
+    used = [gpu for gpu in tried if is_known or gpu.memory_used > gpu_checks.IDLE_MEMORY_MIB]
     free = min((gpu.memory_total - gpu.memory_used for gpu in used if gpu.memory_total), default=wanted)
     if free < wanted:
         return None, f"not tried beside a running server: it may take {wanted} MiB of a card, which has {free} free"
