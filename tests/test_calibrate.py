@@ -11,6 +11,7 @@ import torch
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.__main__ import main
 from deepseek_v4_sm120.commands.calibrate import command, worker
+from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import nvidia_smi
 from deepseek_v4_sm120.ops import index_select as index_op
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
@@ -279,7 +280,7 @@ def test_experts_in_another_layout_are_prepared_once():
 def measured(monkeypatch):
     """A run of `calibrate` without a card: what its worker said holds a key."""
     crashed = {"cases": [], "wrong": "crashed after 0 case(s): OSError: HF_TOKEN=CaNaRy https://u:CaNaRy@h"}
-    monkeypatch.setattr(command, "_device", lambda: ("A card", 2))
+    monkeypatch.setattr(command, "_device", lambda: ("A card", ["1a", "2a"]))
     monkeypatch.setattr(command, "measure", lambda names, shapes, clock: {"bf16_linear": {OURS: crashed}})
 
 
@@ -307,6 +308,36 @@ def test_what_changes_the_times_is_told_before_they_are_taken(measured, tmp_path
     main(["calibrate", "--out", str(tmp_path / "p.json")])
     told = capsys.readouterr().err
     assert (words in told) if words else ("in use" not in told and "held down" not in told)
+
+
+@pytest.mark.parametrize(("uuids", "is_told"), [(["1a", "2a"], False), (["2a", "3a"], True), (["a slice's"], True)])
+def test_a_server_on_other_cards_is_let_be(measured, tmp_path, capsys, monkeypatch, uuids, is_told):
+    """With CUDA_VISIBLE_DEVICES, whose numbers are CUDA's own: the cards that are measured are looked at."""
+    gpus = nvidia_smi.read(smi(rtx(4))).gpus
+    known = [dataclasses.replace(gpu, uuid=f"GPU-{gpu.index}a", memory_used=90_000 * (gpu.index == 3)) for gpu in gpus]
+    monkeypatch.setattr(command.nvidia_smi, "read", lambda run: SimpleNamespace(gpus=tuple(known)))
+    monkeypatch.setattr(command, "_device", lambda: ("A card", uuids))
+    main(["calibrate", "--out", str(tmp_path / "p.json")])
+    assert ("in use already: GPU 3 (90000 MiB)" in capsys.readouterr().err) is is_told
+
+
+TORCH = """
+import types
+def is_available(): return CARDS > 0
+def device_count(): return CARDS
+def get_device_properties(i): return types.SimpleNamespace(name=f"RTX PRO {6 - i}000", uuid=f"{i}a")
+"""
+
+
+def test_cards_are_told_by_torch(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "torch/cuda.py").write_text(f"CARDS = 2{TORCH}")
+    assert command._device() == ("RTX PRO 6000", ["0a", "1a"])
+    (tmp_path / "torch/cuda.py").write_text(f"CARDS = 0 {TORCH}")  # another size: no bytecode of before
+    with pytest.raises(CommandError, match="torch sees no CUDA device"):
+        command._device()
 
 
 def test_what_was_measured_is_not_lost_with_the_file(measured, tmp_path, capsys, monkeypatch):

@@ -111,7 +111,7 @@ def test_a_wrong_result_is_told_and_never_used(workers, monkeypatch, capsys):
 
 def test_when_the_time_is_over_what_was_reached_stays(workers, monkeypatch, capsys, tmp_path):
     everything_is_installed(monkeypatch)
-    monkeypatch.setattr(command, "_device", lambda: ("GPU A", 2))
+    monkeypatch.setattr(command, "_device", lambda: ("GPU A", ["1a", "2a"]))
     monkeypatch.setattr(command.facts, "is_container", lambda root: True)
     monkeypatch.setattr(command.facts, "is_mounted", lambda root, path: path != tmp_path / "p.json")
     workers(**{"mhc stock": {"us": 44.4}, "mxfp4_moe stock": {"us": 44.4, "sleep": 30}})
@@ -132,7 +132,7 @@ def test_when_the_time_is_over_what_was_reached_stays(workers, monkeypatch, caps
 def test_what_ends_calibrate_costs_nothing_that_was_measured(workers, monkeypatch, tmp_path):
     """The terminal is closed behind a case of stock's: nobody sees a line of progress from then on."""
     everything_is_installed(monkeypatch)
-    monkeypatch.setattr(command, "_device", lambda: ("GPU A", 2))
+    monkeypatch.setattr(command, "_device", lambda: ("GPU A", ["1a", "2a"]))
     workers(**{"mhc stock": {"us": 44.4}, "mxfp4_moe stock": {"us": 44.4, "sleep": 60}})
     gone, before = [], signal.getsignal(signal.SIGTERM)
 
@@ -158,7 +158,7 @@ def test_what_ends_calibrate_costs_nothing_that_was_measured(workers, monkeypatc
 
 def test_an_operator_that_was_not_reached_gets_no_verdict(workers, monkeypatch, capsys, tmp_path):
     everything_is_installed(monkeypatch)
-    monkeypatch.setattr(command, "_device", lambda: ("GPU A", 2))
+    monkeypatch.setattr(command, "_device", lambda: ("GPU A", ["1a", "2a"]))
     monkeypatch.setattr(command.facts, "is_container", lambda root: False)
     workers(**{"mxfp4_moe ours": {"us": 1.0, "sleep": 30}})
     parser = argparse.ArgumentParser()

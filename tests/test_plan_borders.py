@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.__main__ import main
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
@@ -440,3 +442,38 @@ def test_of_several_kinds_a_plan_is_for_those_that_are_named(monkeypatch):
 def test_a_card_whose_memory_is_the_hosts_is_asked_for(monkeypatch):
     with pytest.raises(CommandError, match="does not tell the memory of NVIDIA GB10: --memory"):
         cards(monkeypatch, SPARK)
+
+
+def planned_lines(monkeypatch, capsys, *words, container=False, **environ):
+    """What `plan` prints: as JSON, with these variables, on four cards."""
+    cards(monkeypatch, *[PRO] * 4)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(facts, "is_container", lambda *_: container)
+    assert main(["plan", "--sglang", "0.5.23", "--context", "65536", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_lines_are_for_the_cards_that_the_plan_is_for(monkeypatch, capsys):
+    """Without it a second server of a host goes to the first one's cards: Docker hands on no variable."""
+    chosen = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    found = planned_lines(monkeypatch, capsys, **chosen)
+    assert found["request"]["gpus"] == 2
+    assert " -e CUDA_VISIBLE_DEVICES=2,3 -e CUDA_DEVICE_ORDER=PCI_BUS_ID " in found["docker"]
+    assert " CUDA_VISIBLE_DEVICES=2,3 CUDA_DEVICE_ORDER=PCI_BUS_ID python3 " in found["launch"]
+    found = planned_lines(monkeypatch, capsys, "--gpus", "4", "--memory", "96", **chosen)  # of another machine
+    assert "CUDA_" not in found["docker"] + found["launch"]
+
+
+@pytest.mark.parametrize(
+    ("told", "container", "shown"),
+    [
+        ("2,3", True, """'"device=2,3"'"""),
+        ("GPU-1a5c-00,GPU-2a5c-00", True, """'"device=GPU-1a5c-00,GPU-2a5c-00"'"""),
+        *((told, True, "all") for told in ("all", "void", "none", "", "/var/run/nvidia-container-devices", "2;ls")),
+        ("2,3", False, "all"),
+    ],
+)
+def test_of_a_container_with_some_cards_the_next_one_has_those(monkeypatch, capsys, told, container, shown):
+    found = planned_lines(monkeypatch, capsys, container=container, NVIDIA_VISIBLE_DEVICES=told)
+    assert f"docker run --rm --gpus {shown} --ipc=host" in found["docker"]

@@ -158,3 +158,16 @@ def test_everything_runs_on_a_gpu(capsys):
         assert (skipped["result"], "no block-scaled mma" in skipped["detail"]) == ("NOT RUN", True)
     not_run = {name: check["detail"] for name, check in found.items() if check["result"] != "PASS"}
     assert status == 0 and not not_run
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(1, " on RTX PRO 6000, 1a2b"), (4, " on RTX PRO 6000, 1a2b; the other 3 by CUDA_VISIBLE_DEVICES"), (0, "")],
+)
+def test_the_card_that_is_asked_is_named(count, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    card = SimpleNamespace(name="RTX PRO 6000", uuid="1a2b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    assert selftest._card() == words

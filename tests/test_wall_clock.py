@@ -93,7 +93,7 @@ took(lambda: select.poll().poll(200), 0.15)
 folder = Path(sys.argv[2])
 text = '{"deepseek_v4_sm120": "1", "pid": 5, "patches": [], "notes": [], "shadow_summary": []}'
 for _ in range(3):  # a report is known again by what a jump does not change
-    report_files.replace(folder, "5.json", text)
+    report_files.replace(folder, 5, text)
 assert len(report_files.read(folder)[0]) == 1
 print("all waits kept their time")
 """

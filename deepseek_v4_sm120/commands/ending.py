@@ -10,6 +10,10 @@ from collections.abc import Iterator
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: by a supervisor or an orchestrator, which has a limit of its own and then kills, or by `kill`."""
+
+
 @contextlib.contextmanager
 def as_interrupts() -> Iterator[None]:
     """ENDS raise KeyboardInterrupt within, in the main thread, so that what stops a server at Ctrl-C does so then."""
@@ -21,5 +25,5 @@ def as_interrupts() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt
+def _interrupt(number: int, _) -> None:
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -388,8 +389,13 @@ class _Process:
 
     def __init__(self, rank, pid):
         self.rank, self.pid = rank, pid
-        self._pidfd, self._ended = os.pidfd_open(pid), select.poll()
-        self._ended.register(self._pidfd, select.POLLIN)
+        self._pidfd, self._ended = None, select.poll()
+        try:
+            self._pidfd = os.pidfd_open(pid)
+            self._ended.register(self._pidfd, select.POLLIN)
+        except OSError as error:  # a kernel before 5.3, a container that may not: then by its stat alone
+            if error.errno not in (errno.ENOSYS, errno.EPERM):
+                raise
         try:
             self._stat = os.open(_STAT.format(pid), os.O_RDONLY)
         except OSError:  # hidden from this user: its end alone is seen
@@ -400,9 +406,9 @@ class _Process:
         return bool(self._ended.poll(0)) or self._stat is not None and is_exiting(self._stat)
 
     def close(self):
-        os.close(self._pidfd)
-        if self._stat is not None:
-            os.close(self._stat)
+        for opened in (self._pidfd, self._stat):
+            if opened is not None:
+                os.close(opened)
 
 
 def is_exiting(stat: int) -> bool:

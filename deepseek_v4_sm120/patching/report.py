@@ -156,7 +156,7 @@ def start(engine) -> None:
 
 
 def write(engine=None) -> None:
-    """<DSV4_SM120_REPORT>/<pid>.json of this process's engine, replaced as a whole; any thread may ask for it. What
+    """This process's file in DSV4_SM120_REPORT (report_files.py), replaced as a whole; any thread may ask for it. What
     prevents it is told once and stops nothing."""
     engine = engine or patching.active_engine()
     if engine is None or not engine.settings.report:
@@ -164,7 +164,7 @@ def write(engine=None) -> None:
     with _write_lock:
         try:
             text = json.dumps(as_dict(engine), indent=1)
-            report_files.replace(Path(engine.settings.report), f"{os.getpid()}.json", text)
+            report_files.replace(Path(engine.settings.report), os.getpid(), text)
         except OSError as error:
             why = error.strerror or str(error)
             warn_once(f"no reports in {REPORT}={engine.settings.report}: {why}; all else goes on")

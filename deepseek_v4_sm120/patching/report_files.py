@@ -1,10 +1,17 @@
 """The files in DSV4_SM120_REPORT, in a folder that others may write to as well: nothing in it is followed, overwritten
-unless it is a report of ours, waited for, or believed. Errors are OSError, with the reason in words."""
+unless it is a report of ours, waited for, or believed. Errors are OSError, with the reason in words.
+
+Containers that share the folder number their processes alike. So a process keeps a lock on its report while it runs,
+and one that finds its name locked takes the next; that of one that has ended is written over.
+"""
 
 import contextlib
 import errno
+import fcntl
+import itertools
 import json
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -15,24 +22,34 @@ LIMIT_BYTES = 64 << 20  # a report with a full table of shadow records has 10 MB
 MOST_REPORTS = 1024  # read from one folder: those whose process number is one that runs here, then the newest
 TRIAL_BYTES = 64 << 10  # a full disk still takes empty files, some even short ones
 _written: dict[Path, tuple[int, ...]] = {}  # by this process: path -> _identity
+_locks: dict[Path, int] = {}  # the open file of each, whose lock ends with this process
+_NAME = re.compile(r"(\d+)(?:-\d+)?\.json", re.ASCII)  # of a report: its process's number, and which of several that is
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not block
 
 
-def replace(folder: Path, name: str, text: str) -> None:
-    """Put `text` at folder/name as a whole; what lies there and is no report of ours stays, and is an OSError."""
+def replace(folder: Path, number: int, text: str) -> None:
+    """Put `text` as a whole at folder/<number>.json, or <number>-2.json, .. where processes that run have these; what
+    lies there and is no report of ours stays, and is an OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / name
+    names = itertools.chain([f"{number}.json"], (f"{number}-{which}.json" for which in itertools.count(2)))
+    final = next(path for path in map(folder.joinpath, names) if _is_own(path) or not _is_locked(path))
     try:
-        if _written.get(final) != _identity(final) and not _is_empty(final):
+        if not _is_own(final) and not _is_empty(final):
             _parsed(final)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        raise FileExistsError(errno.EEXIST, f"{name} {_words(error)}, and is left as it is") from error
-    with json_file.draft(folder, text.encode()) as draft:
-        identity = _identity(draft)
+        raise FileExistsError(errno.EEXIST, f"{final.name} {_words(error)}, and is left as it is") from error
+    with json_file.draft(folder, text.encode()) as draft, contextlib.ExitStack() as opened:
+        identity, lock = _identity(draft), os.open(draft, os.O_RDWR | os.O_NOFOLLOW)
+        opened.callback(os.close, lock)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(draft, final)  # replaces the name itself, whatever was put there meanwhile: no link is followed
-    _written[final] = identity
+        opened.pop_all()
+    if final in _locks:
+        os.close(_locks[final])
+    _written[final], _locks[final] = identity, lock
 
 
 def problem(folder: str | Path) -> str | None:
@@ -73,6 +90,27 @@ def read(folder: str | Path) -> tuple[list[dict], list[str]]:
     return found, problems
 
 
+def _is_own(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return _written.get(path) == _identity(path)
+    return False
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process that runs has it as its report."""
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError:  # nothing, or none of ours
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _is_empty(path: Path) -> bool:
     """A file with nothing in it: what some file systems have of one that was written when the power failed. In a
     container the next server's processes have the same numbers."""
@@ -82,7 +120,8 @@ def _is_empty(path: Path) -> bool:
 
 def _number(name: str) -> int:
     """Of the process whose report has this name; -1 of a name that is none of a report's."""
-    return int(name[:-5]) if name[:-5].isdecimal() else -1
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def _rank(entry: os.DirEntry) -> tuple[bool, int]:

@@ -173,7 +173,7 @@ def test_the_memory_of_a_server_without_reports_is_its_own(tmp_path, monkeypatch
         " </gpu>", f"<processes>{process(4, 'sglang::scheduler', 92000)}</processes> </gpu>"
     )
     found = gathered(tmp_path, xml)
-    monkeypatch.setattr(facts, "gather", lambda root, environ: found)
+    monkeypatch.setattr(facts, "gather", lambda root, environ, **_: found)
     monkeypatch.setattr(command.server, "ask", lambda url, key: server.Answers(PLANNED, None))
     url = "http://127.0.0.1:1" if is_serving else None
     command.run(argparse.Namespace(url=url, api_key=None, quick=True, json=True))
@@ -400,7 +400,9 @@ VERDICT = {"transport": "peer", "text": "2 cards sum by way of each other's memo
 @pytest.mark.parametrize(
     ("used", "processes", "is_serving", "asked"),
     [
-        (97000, [], False, [True]),  # nobody is hurt
+        (0, [], False, [True]),
+        (97000, [], False, []),  # somebody's, of whom nothing is known: of a container's processes nothing is seen
+        (97887 - 2048, [], False, [True]),
         (97887 - 1024, [report(found={"all_reduce": VERDICT})], False, [False]),
         (97887 - 1023, [report(found={"all_reduce": VERDICT})], False, []),
         (97887 - 2048, [report()], False, [True]),

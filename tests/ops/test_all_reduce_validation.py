@@ -1,5 +1,6 @@
 """What a group of sums is asked, by sizes and processes alone; its calls are walked by test_checks.py."""
 
+import errno
 import os
 import re
 import subprocess
@@ -264,6 +265,26 @@ def test_a_real_process_lives_then_is_in_exit_then_is_gone():
         assert op.is_exiting(stat.fileno())
         other.wait()
         assert op.is_exiting(stat.fileno())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
+def test_where_no_process_may_be_opened_its_end_is_seen(code, monkeypatch):
+    """Linux before 5.3, or a container whose filter of system calls is older: no pidfd, and sums all the same."""
+
+    def refused(pid):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(op.os, "pidfd_open", refused)
+    other, watch = killed_other(fault_of())
+    watch.end()
+    other.wait()
+
+
+def test_a_rank_that_has_ended_before_it_is_watched_is_no_member():
+    other = subprocess.Popen([sys.executable, "-c", ""])
+    other.wait()
+    with pytest.raises(ProcessLookupError):
+        op._Watch(0, fault_of(), [os.getpid(), other.pid])
 
 
 def test_where_proc_hides_the_others_their_end_is_seen(monkeypatch, tmp_path):

@@ -53,7 +53,7 @@ def test_status_and_doctor_do_not_take_an_ended_server_for_one_that_runs(is_runn
     assert (len(found["processes"]), len(found["ended_processes"])) == (is_running, not is_running)
     ended = "" if is_running else ", which has ended"
     assert f"\npid {os.getppid()}{ended}: applied mhc" in main.status_text(found)
-    seen = SimpleNamespace(status=found)
+    seen = SimpleNamespace(status=found, servers={})
     assert command.applied(seen) == (frozenset({"mhc"}) if is_running else None)
     (told,) = [one for one in software_checks._processes(seen)]
     assert told.found == ("applied mhc" if is_running else "1 reports, all of processes that have ended")

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from deepseek_v4_sm120.patching import json_file, lifetime, report, report_files
 from deepseek_v4_sm120.settings import Settings
 from tests.patching.small_host import make
 
+REPO = Path(__file__).resolve().parents[2]
 NAME = f"{os.getpid()}.json"
 REPORT = {"deepseek_v4_sm120": "0", "pid": 7, "patches": [], "notes": [], "shadow_summary": []}
 STRANGE = {
@@ -219,3 +222,77 @@ def test_of_too_many_reports_those_of_who_runs_are_read_then_the_newest(tmp_path
 def test_a_folder_that_can_be_made_is_no_problem_and_is_not_made(tmp_path):
     assert report_files.problem(tmp_path / "new" / "deep") is None
     assert report_files.problem(tmp_path) is None and os.listdir(tmp_path) == []
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from deepseek_v4_sm120.patching import report_files
+for folder, word in ((sys.argv[1], sys.argv[2]), (sys.argv[1], "later")):
+    text = '{"deepseek_v4_sm120": "%s", "pid": 88, "patches": [], "notes": [], "shadow_summary": []}' % word
+    report_files.replace(Path(folder), 88, text)
+    print(flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def same_number(tmp_path):
+    """Each a process that is number 88, as those of containers are, with one folder for all; it writes twice."""
+    started = []
+
+    def start(word):
+        words = [sys.executable, "-c", WRITES, str(tmp_path), word]
+        started.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO))
+        assert started[-1].stdout.readline() == "\n"
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+def written(folder):
+    return {path.name: json.loads(path.read_text())["deepseek_v4_sm120"] for path in folder.iterdir()}
+
+
+def test_containers_that_share_the_folder_keep_their_reports(tmp_path, same_number):
+    first, second = same_number("first"), same_number("second")
+    assert written(tmp_path) == {"88.json": "first", "88-2.json": "second"}
+    first.stdin.write("\n")
+    first.stdin.flush()
+    assert first.stdout.readline() == "\n"
+    assert written(tmp_path) == {"88.json": "later", "88-2.json": "second"}
+    first.kill()
+    first.wait()
+    same_number("restarted")  # nobody runs who has the first one's: a crash loop leaves no more than one
+    assert written(tmp_path) == {"88.json": "restarted", "88-2.json": "second"}
+    assert second.poll() is None and len(report_files.read(tmp_path)[0]) == 2
+
+
+def test_the_second_of_a_number_is_of_that_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_files, "MOST_REPORTS", 1)
+    mine, other = f"{os.getpid()}-2.json", f"{lifetime.MOST + 1}.json"
+    for name, at in ((mine, 0), (other, 1000)):
+        (tmp_path / name).write_text(json.dumps({**REPORT, "deepseek_v4_sm120": name}))
+        os.utime(tmp_path / name, (at, at))
+    assert [one["deepseek_v4_sm120"] for one in report_files.read(tmp_path)[0]] == [mine]
+
+
+def test_where_files_have_no_locks_reports_are_written(tmp_path, monkeypatch):
+    def none(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(report_files.fcntl, "flock", none)
+    for _ in range(3):
+        report_files.replace(tmp_path, 88, json.dumps(REPORT))
+    assert os.listdir(tmp_path) == ["88.json"]
+
+
+def test_a_process_keeps_one_file_open(tmp_path):
+    report_files.replace(tmp_path, 88, json.dumps(REPORT))
+    before = os.listdir("/proc/self/fd")
+    for _ in range(20):
+        report_files.replace(tmp_path, 88, json.dumps(REPORT))
+    assert len(os.listdir("/proc/self/fd")) == len(before) and os.listdir(tmp_path) == ["88.json"]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from deepseek_v4_sm120.commands.serve.command import STAGES
+from deepseek_v4_sm120.commands.serve.command import READY, STAGES
 from tests.e2e.start_stage import PARTS, parts
 from tests.patching.wheels import content, every_release, fetch, members, since
 
@@ -28,6 +28,11 @@ def test_every_stage_and_part_has_its_line(version):
         ends = re.findall(r'"(Load weight end|Init [\w ]+ ends)\b', text)
         assert len(set(ends)) == 2 and all(PARTS.search(f"{end}. elapsed=1.00 s") for end in ends), ends
         assert re.search(r"CUDA graph end\. \"\s+f\"elapsed=", text)
+
+
+@every_release()
+def test_a_server_says_that_it_is_ready(version):
+    assert READY in content(fetch(version), "sglang/srt/entrypoints/http_server.py")
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     check_out(arguments.out)
     console.temporary_folder()
-    device, cards = _device()
+    device, uuids = _device()
     if facts.is_container(root := Path("/")) and not facts.is_mounted(root, out.resolve()):
         console.say(f"calibrate: {out} is lost with this container; --out a file in a mounted folder stays", sys.stderr)
-    for text in disturbances(nvidia_smi.read(facts.run_command).gpus):
+    for text in disturbances(nvidia_smi.read(facts.run_command).gpus, uuids):
         console.say(f"calibrate: {text}", sys.stderr)
     clock = Clock(arguments.limit_s)
     shapes = {
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         "concurrency": arguments.concurrency,
         "quick": arguments.quick,
     }
-    names, not_here = asked_here(list(dict.fromkeys(arguments.operators)), shapes, cards)
+    names, not_here = asked_here(list(dict.fromkeys(arguments.operators)), shapes, len(uuids))
     with as_interrupts():  # the time is over then, and what was measured until there is written
         results = measure(names, shapes, clock)
     not_reached = [name for name, found in results.items() if not found[OURS].get("cases") and not found[OURS]["wrong"]]
@@ -109,8 +109,10 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(name.startswith(OURS) for one in operators.values() for name in one["wrong"]))
 
 
-def disturbances(gpus: Sequence[nvidia_smi.Gpu]) -> list[str]:
-    """What on the machine's cards would change the times, so that a server leaves out what is faster."""
+def disturbances(gpus: Sequence[nvidia_smi.Gpu], uuids: Sequence[str] = ()) -> list[str]:
+    """What on these cards would change the times, so that a server leaves out what is faster. uuids: of those that CUDA
+    sees; where nvidia-smi knows none of them so (MIG), all of the machine are looked at."""
+    gpus = [gpu for gpu in gpus if (gpu.uuid or "").removeprefix("GPU-") in uuids] or gpus
     busy = [f"GPU {gpu.index} ({gpu.memory_used} MiB)" for gpu in gpus if gpu.memory_used > IDLE_MEMORY_MIB]
     slow = [f"GPU {gpu.index} ({', '.join(gpu.slowdowns)})" for gpu in gpus if gpu.slowdowns]
     found = [f"in use already: {', '.join(busy)}; beside another process times are of both: stop it"] if busy else []
@@ -147,23 +149,24 @@ def asked_here(names: list[str], shapes: dict, cards: int) -> tuple[list[str], d
     return [name for name in names if name not in not_here], not_here
 
 
-def _device() -> tuple[str, int]:
-    """(the card's name, cards); CommandError where torch sees none. Asked in another process: this one stays free of
-    CUDA."""
+def _device() -> tuple[str, list[str]]:
+    """(the first card's name, of each its UUID); CommandError where torch sees none. Asked in another process: this one
+    stays free of CUDA."""
     if importlib.util.find_spec("torch") is None:
         raise CommandError(f"torch is not installed for {sys.executable}; run this in SGLang's image")
     question = (
-        "import torch as t; a = t.cuda.is_available(); print(t.cuda.device_count(), a and t.cuda.get_device_name())"
+        "import json, torch.cuda as c; cards = range(c.is_available() and c.device_count()); "
+        "print(json.dumps([[one.name, str(one.uuid)] for one in map(c.get_device_properties, cards)]))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=DEVICE_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise CommandError(f"no GPU to calibrate on: the driver does not answer in {DEVICE_SECONDS} s") from error
-    cards, _, name = (done.stdout.strip().splitlines()[-1:] or [""])[0].partition(" ")
-    if done.returncode or name in ("", "False"):
+    cards = [] if done.returncode else json.loads((done.stdout.strip().splitlines()[-1:] or ["[]"])[0])
+    if not cards:
         words = (done.stderr.strip().splitlines() or ["torch sees no CUDA device"])[-1]
         raise CommandError(f"no GPU to calibrate on: {words}")
-    return name, int(cards)
+    return cards[0][0], [uuid for _, uuid in cards]
 
 
 class Clock:

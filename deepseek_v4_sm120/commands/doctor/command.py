@@ -17,6 +17,7 @@ from deepseek_v4_sm120.commands.doctor import (
     gpu_checks,
     gpu_health,
     host_checks,
+    http_get,
     probe,
     server,
     software_checks,
@@ -41,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     answers = None
     if arguments.url is not None:  # first: a dead server is told at once
         answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))
-    found = facts.gather(Path("/"), os.environ)
+    port = None if arguments.url is None else http_get.port_of(arguments.url)
+    found = facts.gather(Path("/"), os.environ, port=port)
     found.is_serving = answers is not None
     if arguments.quick:
         found.probe_problem = "not tried: --quick"
@@ -59,13 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _probe(found: facts.Facts) -> tuple[dict | None, str | None]:
-    """Beside a running server only what fits, and not the sums that its own probe has tried: what it lacks ends it."""
+    """Beside a running server, known or not, only what fits, and not the sums that its own probe has tried: what it
+    lacks ends it."""
     with_sums = not gpu_checks.verdicts_of_servers(found)
-    if found.is_serving or (found.status or {}).get("processes"):
-        wanted = PROBE_MIB * (1 + with_sums)
-        free = min((gpu.memory_total - gpu.memory_used for gpu in found.smi.gpus if gpu.memory_total), default=wanted)
-        if free < wanted:
-            return None, f"not tried beside a running server: it may take {wanted} MiB of a card, which has {free} free"
+    is_known, wanted = found.is_serving or bool((found.status or {}).get("processes")), PROBE_MIB * (1 + with_sums)
+    tried = [gpu for gpu in found.smi.gpus if gpu.index in found.used]
+    used = [gpu for gpu in tried if is_known or gpu.memory_used > gpu_checks.IDLE_MEMORY_MIB]
+    free = min((gpu.memory_total - gpu.memory_used for gpu in used if gpu.memory_total), default=wanted)
+    if free < wanted:
+        return None, f"not tried beside a running server: it may take {wanted} MiB of a card, which has {free} free"
     console.say(f"doctor: copies between cards and host, {PROBE_SECONDS:.0f} s at most (--quick: none)", sys.stderr)
     return probe.run(facts.python(), PROBE_SECONDS, with_sums)
 

@@ -31,7 +31,8 @@ def _number(facts: Facts) -> Iterator[Finding]:
     if cpus.allowed is None:
         return
     reports = (facts.status or {}).get("processes", [])
-    ranks = len({card for report in reports for card in report.get("devices_served", {})}) or len(facts.used)
+    served = {(facts.servers.get(one.get("pid")), card) for one in reports for card in one.get("devices_served", {})}
+    ranks = len(served) or len(facts.used)  # each server counts its cards from 0
     have = min(len(cpus.allowed), len(cpus.allowed) if cpus.limit is None else cpus.limit)
     found = f"{len(cpus.allowed)} may be used"
     found += f", {cpus.limit:g} of them at a time (cpu.max)" if cpus.limit is not None else ""

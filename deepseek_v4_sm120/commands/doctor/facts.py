@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from deepseek_v4_sm120 import patching
-from deepseek_v4_sm120.commands.doctor import cpus, nvidia_smi, pci
+from deepseek_v4_sm120.commands.doctor import cpus, nvidia_smi, pci, servers, visible
 from deepseek_v4_sm120.patching import lifetime
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
@@ -50,6 +50,7 @@ class Facts:
     cpus: cpus.Cpus = field(default_factory=cpus.Cpus)
     environ: Mapping[str, str] = field(default_factory=dict)
     server_environ: dict[int, dict[str, str]] = field(default_factory=dict)
+    servers: dict[int, int] = field(default_factory=dict)  # process that reports -> the first one of its server
     versions: dict[str, str | None] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
     shm_bytes: int | None = None
@@ -68,12 +69,13 @@ class Facts:
 
     @property
     def used(self) -> set[int]:
-        """nvidia-smi's numbers of the cards that torch sees, which CUDA_VISIBLE_DEVICES decides; all where the probe
-        does not tell."""
+        """nvidia-smi's numbers of the cards that torch sees; where the probe does not tell, of those that
+        CUDA_VISIBLE_DEVICES leaves."""
         probe = self.probe or {}
         ends = {pair[end] for pair in probe.get("peers") or () for end in ("from", "to")}
         seen = ends | {int(number) for number in probe.get("links") or ()}
-        return seen or {gpu.index for gpu in self.smi.gpus}
+        left = {gpu.index for gpu in visible.named(self.smi.gpus, self.environ) or () if gpu is not None}
+        return seen or left or {gpu.index for gpu in self.smi.gpus}
 
 
 def run_command(command: list[str], timeout_s: float = 20) -> str | None:
@@ -86,8 +88,9 @@ def run_command(command: list[str], timeout_s: float = 20) -> str | None:
     return done.stdout if done.returncode == 0 or done.stdout.strip() else None
 
 
-def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_command) -> Facts:
-    """root: "/" in real life. Reads only; starts nothing but nvidia-smi and dmesg."""
+def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_command, port: int | None = None) -> Facts:
+    """root: "/" in real life. port: of several servers here only that one's reports count. Reads only; starts nothing
+    but nvidia-smi and dmesg."""
     smi = nvidia_smi.read(run)
     home = Path(environ.get("HOME", "/root"))
     in_container = is_container(root, environ)
@@ -110,7 +113,11 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
     found.versions, found.pins = _versions()
     found.status, found.status_problem = _status()
     processes = (found.status or {}).get("processes", [])
-    pids = [process["pid"] for process in processes if not lifetime.is_elsewhere(process)]
+    found.servers = servers.first_ones(root, [one["pid"] for one in processes if not lifetime.is_elsewhere(one)])
+    if port is not None and (first := servers.first_at(root, found.servers, port)) is not None:
+        found.servers = {pid: one for pid, one in found.servers.items() if one == first}
+        found.status["processes"] = [one for one in processes if one["pid"] in found.servers]
+    pids = list(found.servers)
     found.cpus = cpus.read(root, pids)
     found.server_environ = {pid: e for pid in pids if (e := _environ_of(root, pid)) is not None}
     return found

@@ -47,6 +47,9 @@ def checks(facts: Facts) -> Iterator[Finding]:
 def _architecture(facts: Facts) -> Iterator[Finding]:
     gpus = facts.smi.gpus
     names = ", ".join(sorted({f"{g.name} ({'.'.join(map(str, g.capability or ('?',)))})" for g in gpus}))
+    if facts.is_container:  # which may have been given some of the machine's
+        places = ", ".join(f"{g.index} at {g.bus_id}" for g in gpus)
+        names += f"; by this container's numbers, the host's may be others: {places}"
     if len({g.name for g in gpus}) > 1:
         yield warn(
             "GPU",
@@ -69,11 +72,15 @@ def _architecture(facts: Facts) -> Iterator[Finding]:
 
 
 def _slices(facts: Facts) -> Iterator[Finding]:
-    """Cards of which a server has a part."""
+    """Cards of which a server has a part, or where not all that it starts may compute."""
     for gpu in facts.smi.gpus:
+        if gpu.mode is not None:
+            cost = "one process may compute there: the sums' probe, a rank's second one, may not, so they stay SGLang's"
+            fix = f"as root: nvidia-smi -i {gpu.bus_id} -c 0; CUDA_VISIBLE_DEVICES keeps servers apart, too"
+            yield warn(f"compute mode of GPU {gpu.index}", gpu.mode, cost, fix)
         if gpu.is_sliced:
             cost = "a server sees one slice: a part of the memory and of the multiprocessors, and no peer beside it"
-            yield warn(f"MIG of GPU {gpu.index}", "enabled", cost, f"nvidia-smi -i {gpu.index} -mig 0, as root")
+            yield warn(f"MIG of GPU {gpu.index}", "enabled", cost, f"as root: nvidia-smi -i {gpu.bus_id} -mig 0")
         elif gpu.virtual == VIRTUAL_GPU:
             found, cost = (
                 "a virtual GPU (vGPU)",
@@ -180,7 +187,7 @@ def _power(facts: Facts) -> Iterator[Finding]:
                 name,
                 f"limit {gpu.power_limit:.0f} W, the card's own is {gpu.power_default:.0f} W",
                 "less prefill; decode is bound by memory and loses little",
-                f"nvidia-smi -i {gpu.index} -pl {gpu.power_default:.0f}",
+                f"as root: nvidia-smi -i {gpu.bus_id} -pl {gpu.power_default:.0f}",
             )
         else:
             ceiling = f", of {BOARD_WATTS} W boards' published figures" if gpu.power_limit < BOARD_WATTS else ""
@@ -192,7 +199,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     reports = (facts.status or {}).get("processes", [])
     serving = facts.is_serving or bool(reports)
     ours = {process.get("pid") for process in reports}
-    for gpu in facts.smi.gpus:
+    for gpu in (one for one in facts.smi.gpus if one.index in facts.used):
         name = f"memory of GPU {gpu.index}"
         large = [p for p in gpu.processes if (p.memory or 0) > IDLE_MEMORY_MIB]
         others = [p for p in large if p.pid not in ours and not p.name.startswith(NOT_OTHERS)]

@@ -43,11 +43,11 @@ def _card(gpu: Gpu) -> Iterator[Finding]:
     name = f"health of GPU {gpu.index}"
     if gpu.recovery:
         cost = "it has failed since the last reset: servers on it do not start, hang or end"
-        fix = "stop its processes, then nvidia-smi -r -i <card>; where that says Reboot, the machine"
+        fix = f"stop its processes, then nvidia-smi -r -i {gpu.bus_id}; where that says Reboot, the machine"
         yield fail(name, f"the driver asks for: {gpu.recovery}", cost, fix)
     elif gpu.memory_faults:
         cost = "a process that reads there ends; rows are replaced at the next reset"
-        yield warn(name, ", ".join(gpu.memory_faults), cost, f"nvidia-smi -r -i {gpu.index}; again: its warranty")
+        yield warn(name, ", ".join(gpu.memory_faults), cost, f"nvidia-smi -r -i {gpu.bus_id}; again: its warranty")
     elif (gpu.replays or 0) > MANY_REPLAYS:
         cost = "the link sends again what did not arrive: sums between the cards wait, and cards fall off such buses"
         fix = "seat card, riser and cables anew, or a shorter riser; else link speed Gen 4 in the BIOS, ASPM off"

@@ -32,6 +32,12 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def port_of(url: str) -> int:
+    """Of an address that check_url has taken."""
+    parts = urllib.parse.urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def get(url: str, api_key: str | None = None) -> str | None:
     """Body; None for 404 and 405. CommandError when there is nobody, no sense or no end.
 

@@ -48,6 +48,7 @@ class Gpu:
     held_down: tuple[tuple[str, float], ...] = ()  # (what held the clocks down, seconds) since the driver was loaded
     processes: tuple[Process, ...] = ()  # that compute; none where a container does not see them
     is_sliced: bool = False  # in MIG mode
+    mode: str | None = None  # Exclusive_Process, .. where not every process may compute
     virtual: str | None = None  # Pass-Through, VGPU, ..
     window: int | None = None  # MiB of its memory that others on the bus can reach at once (BAR1)
 
@@ -133,6 +134,7 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         held_down=_held_down(node),
         processes=tuple(_process(one) for one in node.findall("processes/process_info") if "C" in _words(one, "type")),
         is_sliced=_text(node, "mig_mode/current_mig") == "Enabled",
+        mode=_flag(node, "compute_mode", "Default"),
         virtual=_flag(node, "gpu_virtualization_mode/virtualization_mode", "None"),
         window=_number(node, "bar1_memory_usage/total"),
     )

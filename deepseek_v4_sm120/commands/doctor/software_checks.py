@@ -285,6 +285,9 @@ def _processes(facts: Facts) -> Iterator[Finding]:
         told = f"{len(unseen)} reports {lifetime.ELSEWHERE}"
         fix = f"doctor in the server's container; it goes by these: delete them in {REPORT} where they are old"
         yield not_run("running servers", f"{told}: not seen here whether they run", fix)
+    if (count := len(set(facts.servers.values()))) > 1:
+        told = f"reports of {count} servers: settings, defaults and profile are the first one's"
+        yield not_run("running servers", told, "doctor --url <address of one>, for that one")
     for process in processes:
         applied = sorted({r["patch"] for r in process["patches"] if r["state"] == "APPLIED"})
         broken = sorted({r["patch"] for r in process["patches"] if r["state"] == "BROKEN"})

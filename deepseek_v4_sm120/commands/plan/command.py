@@ -7,10 +7,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
+from deepseek_v4_sm120.commands.doctor.visible import ORDER, VISIBLE
 from deepseek_v4_sm120.commands.plan import launch, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
@@ -25,8 +28,8 @@ from deepseek_v4_sm120.sglang_patches.table import TABLE
 
 DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-ORDER, BY_PLACE = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"  # of CUDA's numbers; by default the fastest is the first
+GIVEN = "NVIDIA_VISIBLE_DEVICES"  # by `docker run --gpus` to its container, and in Kubernetes; all, none, void, a path
+CARDS = re.compile(r"(\d+|(GPU|MIG)-[\w./-]+)(,(\d+|(GPU|MIG)-[\w./-]+))*", re.ASCII)
 CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
 SUMMED_BY = ("ours", "nccl")
 MOST_DRAFTS = 3  # that are reckoned
@@ -94,6 +97,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
         insist=arguments.insist,
         off=settings().off,
         shadow=None if settings().off else settings().shadow,
+        cards=_chosen_cards(gpus, os.environ),
+        given=given_cards(os.environ),
     )
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
 
@@ -148,13 +153,11 @@ def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
         launch.check_memory(memory_gb)
     if gpus is not None and memory_gb is not None:
         return gpus, int(memory_gb * launch.REPORTED_PER_GB)
-    from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
-
-    found = _cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
+    found = cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
     if memory_gb is not None or not found:
         memory_mib = int((DEFAULT_MEMORY_GB if memory_gb is None else memory_gb) * launch.REPORTED_PER_GB)
     elif None in found:
-        name = visible_names(os.environ)[found.index(None)]
+        name = visible.names(os.environ)[found.index(None)]
         raise CommandError(f"nvidia-smi does not list {VISIBLE}={name}: --gpus N --memory <GB of one>")
     else:
         memory_mib = min(gpu.memory_total for gpu in found)
@@ -164,25 +167,25 @@ def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
     return (usable if gpus is None else gpus), memory_mib
 
 
-def _cards(gpus: Sequence, environ: Mapping[str, str]) -> list:
+def cards(gpus: Sequence, environ: Mapping[str, str]) -> list:
     """Those that can serve, of the kind that ours is for where there are some. Of CUDA_VISIBLE_DEVICES those that it
-    names (None: nvidia-smi does not list it), where it has CUDA's own numbers, by speed, as many."""
+    names (None: nvidia-smi does not list it), where it has CUDA's own numbers, by speed, of several kinds, as many."""
+    if (named := visible.named(gpus, environ)) is not None:
+        return named
     served = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability[0] == SM120_MAJOR] or list(gpus)
-    names = visible_names(environ)
-    is_exact = environ.get(ORDER) == BY_PLACE or any(name.startswith(("GPU-", "MIG-")) for name in names)
-    if not (names and gpus and is_exact):
-        return served[: len(names) or None]
-    return [next((gpu for gpu in gpus if _is_named(gpu, name)), None) for name in names]
+    return served[: len(visible.names(environ)) or None]
 
 
-def _is_named(gpu, name: str) -> bool:
-    """By nvidia-smi's number, or its name or the beginning of that."""
-    return name == str(gpu.index) or name.startswith("GPU-") and (gpu.uuid or "").startswith(name)
+def _chosen_cards(gpus: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that leave so many cards and more, for who starts the server elsewhere: in a container, a unit."""
+    is_chosen = len(visible.names(environ)) >= gpus
+    return {name: environ[name] for name in (VISIBLE, ORDER) if is_chosen and environ.get(name)}
 
 
-def visible_names(environ: Mapping[str, str]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES says, one by one; nothing where it leaves all."""
-    return [name.strip() for name in environ.get(VISIBLE, "").split(",") if name.strip()]
+def given_cards(environ: Mapping[str, str]) -> str:
+    """Of the machine's cards those that this container was given; "" where that is all, or is not told."""
+    told = environ.get(GIVEN, "") if facts.is_container(Path("/"), environ) else ""
+    return told if CARDS.fullmatch(told) else ""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -203,6 +203,7 @@ def _flags(plan: Plan) -> None:
         env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
         env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
+    plan.environment += [Flag(*item, "as in your environment: the plan is for these cards") for item in r.cards.items()]
     _notes(plan)
 
 
@@ -350,8 +351,9 @@ def docker_line(plan: Plan, port: int = 30000) -> str | None:
         mounts.append(mount(folder, folder))
         arguments = [str(model) if word == plan.request.model.path else word for word in arguments]
     words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *arguments]
+    cards = f"""'"device={plan.request.given}"'""" if plan.request.given else "all"
     return (
-        f"docker run --rm --gpus all --ipc=host -p {port}:{port} --ulimit memlock=-1 "
+        f"docker run --rm --gpus {cards} --ipc=host -p {port}:{port} --ulimit memlock=-1 "
         f"-v ~/.cache/huggingface:/root/.cache/huggingface {facts.volumes(facts.cache_folders({}, HOME))} "
         f"{' '.join(mounts)} {env} {plan.request.image} {shlex.join(words)}"
     )

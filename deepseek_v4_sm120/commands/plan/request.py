@@ -44,6 +44,8 @@ class Request:
     insist: bool = False  # take a speculation that is known to answer wrongly
     off: bool = False  # DSV4_SM120=off: nothing is replaced
     shadow: str | None = None  # DSV4_SM120_SHADOW: SGLang's own run beside ours, and hold their weights
+    cards: Mapping[str, str] = field(default_factory=dict)  # the variables by which CUDA takes these and no others
+    given: str = ""  # what Docker was told of cards for the container that this runs in, where those are not all
 
     @property
     def version(self) -> memory.Version:

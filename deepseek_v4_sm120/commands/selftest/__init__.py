@@ -87,9 +87,20 @@ def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
     return Outcome(check.operator, check.name, result, detail, round(time.perf_counter() - start, 3))
 
 
+def _card() -> str:
+    """The one that is asked, by what the host's nvidia-smi -L has of it, too; "" where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    count, card = torch.cuda.device_count(), torch.cuda.get_device_properties(torch.cuda.current_device())
+    others = f"; the other {count - 1} by CUDA_VISIBLE_DEVICES" if count > 1 else ""
+    return f" on {card.name}, {card.uuid}{others}"
+
+
 def _told(outcomes: Iterable[Outcome], todo: list[Check], missing: dict[str, tuple[str, str]]) -> list[Outcome]:
     """All of them, each printed as soon as it is there: on a card kernels are compiled on the way."""
-    console.say(f"deepseek_v4_sm120 {__version__} self-test")
+    console.say(f"deepseek_v4_sm120 {__version__} self-test{_card()}")
     operators, names = (max(map(len, column)) for column in zip(*((c.operator, c.name) for c in todo), strict=True))
     told = []
     for o in outcomes:

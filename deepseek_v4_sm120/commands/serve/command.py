@@ -19,22 +19,24 @@ from pathlib import Path
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError, encodable, temporary_folder
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
-from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
+from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.http_get import get
-from deepseek_v4_sm120.commands.ending import as_interrupts
+from deepseek_v4_sm120.commands.ending import Terminated, as_interrupts
 from deepseek_v4_sm120.commands.plan import choices, launch
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan.request import Plan
 from deepseek_v4_sm120.settings import REPORT, read_choices
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
-READY_TIMEOUT_S = 3600
 STOP_TIMEOUT_S = 30
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# by which SGLang takes other cards than the first ones, or other weights
+OTHER_CARDS = {"--base-gpu-id", "--gpu-id-step", "--model-path", "--model", "--cpu-offload-gb", "--tp-size", "--tp"}
+OTHER_CARDS |= {"--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"}
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
 OTHER_DRAFTER = "--speculative-draft-model"  # with -path, too: weights of another folder
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
-POLL_S = 0.5
+POLL_S, STILL_S = 0.5, 30.0
 # words of SGLang's log -> the stage that begins there
 STAGES = (
     ("Load weight begin", "loading weights"),
@@ -48,6 +50,7 @@ STAGES = (
     ("CUDA graph end", "graphs are captured"),
     ("Uvicorn running", "warming up"),
 )
+READY = "The server is fired up and ready to roll"  # its own word, where nobody is heard at the address, as behind TLS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,9 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return 0
     _check_machine(arguments.gpus, host, port)
+    for text in [] if OTHER_CARDS.intersection(word.partition("=")[0] for word in extra) else taken(plan):
+        _say(f"[serve] {text}")
     if host in LOOPBACK and facts.is_container(Path("/")):
         _say(f"[serve] nobody outside of this container reaches {host}: --host 0.0.0.0 listens for all")
-    return supervise(words, {**os.environ, **added}, _url(host, port))
+    is_secure = _last(extra, "--ssl-certfile") is not None
+    return supervise(words, {**os.environ, **added}, _url(host, port, "https" if is_secure else "http"))
 
 
 def _address(host: str, port: str, where: str) -> tuple[str, int]:
@@ -150,8 +156,8 @@ def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
         raise CommandError(f"no GPU to serve on: {gpus.problem}")
     if num_gpus is not None and len(gpus.gpus) < num_gpus:
         raise CommandError(f"--gpus {num_gpus}, but this machine has {len(gpus.gpus)}")
-    if num_gpus is not None and 0 < len(left := plan_command.visible_names(os.environ)) < num_gpus:
-        raise CommandError(f"--gpus {num_gpus}, but {plan_command.VISIBLE}={','.join(left)} leaves {len(left)}")
+    if num_gpus is not None and 0 < len(left := visible.names(os.environ)) < num_gpus:
+        raise CommandError(f"--gpus {num_gpus}, but {visible.VISIBLE}={','.join(left)} leaves {len(left)}")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -162,10 +168,23 @@ def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
         raise CommandError(f"cannot listen on {_url(host, port)}: {reason}") from error
 
 
-def _url(host: str, port: int) -> str:
+def taken(plan: Plan) -> list[str]:
+    """A sentence for each card of the plan that has no room for its weights now, as beside another server; of several
+    kinds CUDA has an order of its own."""
+    gpus, needed = nvidia_smi.read(facts.run_command).gpus, plan.weights / (1 << 20)
+    cards = plan_command.cards(gpus, os.environ)[: plan.request.gpus] if len({gpu.name for gpu in gpus}) == 1 else []
+    return [
+        f"GPU {gpu.index} has {gpu.memory_total - gpu.memory_used} of {gpu.memory_total} MiB free, for {needed:.0f}"
+        f" of weights: is another server on it, or one that just ends? {visible.VISIBLE} chooses others"
+        for gpu in cards
+        if gpu is not None and 0 < gpu.memory_total < needed + gpu.memory_used
+    ]
+
+
+def _url(host: str, port: int, scheme: str = "http") -> str:
     """Where the server can be reached from this machine."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 # ---- the child
@@ -205,10 +224,8 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
             log.join(LAST_WORDS_S)
             _say(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}")
             return 1 if code else 0
-        except KeyboardInterrupt:
-            log.pass_on("[serve] stopping")  # to a terminal that may be gone
-            if not stop(child):
-                log.pass_on(f"[serve] still there after {STOP_TIMEOUT_S} s: killed")
+        except KeyboardInterrupt as told:
+            _end(child, log, None if isinstance(told, Terminated) else STOP_TIMEOUT_S)
             log.join(LAST_WORDS_S)
             return 0
         finally:
@@ -218,14 +235,27 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
                 os.killpg(child.pid, signal.SIGKILL)  # workers that outlived a server that died
 
 
-def stop(child: subprocess.Popen) -> bool:
-    """SIGTERM to the server, which ends its workers; what is left of its session after the limit is killed. Whether the
-    server ended by itself."""
+def _end(child: subprocess.Popen, log: _Log, limit_s: float | None) -> None:
+    """What it says goes to a terminal that may be gone. Told again, it does not wait any longer."""
+    log.pass_on(f"[serve] stopping{'' if limit_s else ' when the requests that run are answered; again: at once'}")
+    why = "told again"
+    try:
+        if stop(child, limit_s):
+            return
+        why = f"still there after {limit_s:g} s"
+    except KeyboardInterrupt:
+        stop(child, 0)
+    log.pass_on(f"[serve] {why}: killed")
+
+
+def stop(child: subprocess.Popen, limit_s: float | None = STOP_TIMEOUT_S) -> bool:
+    """SIGTERM to the server, which answers what it has, then ends its workers; what is left of its session after the
+    limit (None: of who stops us) is killed. Whether the server ended by itself."""
     has_ended = True
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     try:
-        child.wait(STOP_TIMEOUT_S)
+        child.wait(limit_s)
     except subprocess.TimeoutExpired:
         has_ended = False
     with contextlib.suppress(ProcessLookupError):
@@ -240,12 +270,13 @@ class _Log(threading.Thread):
     def __init__(self, child: subprocess.Popen):
         super().__init__(daemon=True)
         self.child, self.stage, self.started = child, "starting", time.monotonic()
-        self.is_heard = True
+        self.is_heard, self.is_ready = True, False
         self.start()
 
     def run(self) -> None:
         for line in self.child.stdout:  # to the end, heard or not: a server whose words nobody takes would stop
             self.pass_on(line.rstrip("\n"))
+            self.is_ready = self.is_ready or READY in line
             stage = next((name for words, name in STAGES if words.lower() in line.lower()), self.stage)
             if stage != self.stage:
                 self.stage = stage
@@ -262,19 +293,22 @@ class _Log(threading.Thread):
 
 
 def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
-    end = time.monotonic() + READY_TIMEOUT_S
+    """Whether it is up; False where it has ended. A first start may take hours, in which SGLang says nothing: it
+    fetches the weights, or all ranks read them from a slow disk."""
     told = time.monotonic()
-    while child.poll() is None and time.monotonic() < end:
+    while child.poll() is None:
+        is_ready = log.is_ready  # before it is asked, which then answers
         with contextlib.suppress(CommandError):  # nobody there yet, or still warming up
             if get(f"{url}/health") is not None:
                 _say(f"[serve] {time.monotonic() - log.started:5.0f} s  answers at {url}")
                 return True
-        if time.monotonic() - told > 30:
+        if is_ready:
+            _say(f"[serve] {time.monotonic() - log.started:5.0f} s  is ready, as it says; not seen at {url}")
+            return True
+        if time.monotonic() - told > STILL_S:
             told = time.monotonic()
             _say(f"[serve] {told - log.started:5.0f} s  still {log.stage}")
         time.sleep(POLL_S)
-    if child.poll() is None:
-        raise CommandError(f"the server does not answer at {url} after {READY_TIMEOUT_S} s ({log.stage})")
     return False
 
 
