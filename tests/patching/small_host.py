@@ -63,13 +63,14 @@ def function_target(**changes):
     return Target(**{**given, **changes})
 
 
-def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING, **patch):
+def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING, reviewed=(), **patch):
     patches = (Patch(name="job", why="test", targets=targets or (function_target(),), retire="never", **patch),)
-    return start_engine(patches, settings, start, supported=supported, stand_ins=stand_ins, known=known)
+    more = {"supported": supported, "stand_ins": stand_ins, "known": known, "reviewed": reviewed}
+    return start_engine(patches, settings, start, **more)
 
 
-def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING):
-    ledger = Ledger({"1.2.0": {"eng_host.kernels:f": digest()}})
+def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING, reviewed=()):
+    ledger = Ledger({"1.2.0": {"eng_host.kernels:f": digest(), **dict(reviewed)}})
     table = Table(
         supported=supported,
         preflight="eng_host.main",
