@@ -116,8 +116,9 @@ FLASH_MLA_PARAMETERS = (
     *("attn_sink=None", "extra_k_cache=None", "extra_indices_in_kvcache=None", "topk_length=None"),
     "extra_topk_length=None",
 )
-FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS)
+FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS, imported=True)
 SM120 = ConsumedKeys(SM120_KEYS)
+PLANNED = Parameters((), further="any", imported=True)
 SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k=None", *FLASH_MLA_PARAMETERS[9:]))
 FLASH_MLA_INTERFACE = Parameters((*SGL_KERNEL.signature, "kv_format=None", "*", "use_legacy=True"))
 
@@ -160,7 +161,7 @@ SPARSE_DECODE_HOPPER = Patch(
 
 EXPERTS = Parameters(("self", "layer"))
 EXPERTS_APPLY = Parameters(("self", "layer", "dispatch_output"))
-SHARED_ADD_PARAMETERS = Parameters(("experts", "routed", "shared", "routed_scaling_factor"))
+SHARED_ADD_PARAMETERS = Parameters(("experts", "routed", "shared", "routed_scaling_factor"), imported=True)
 
 MXFP4_MOE = Patch(
     name="mxfp4_moe",
@@ -298,7 +299,7 @@ PAGED_PREFILL = Patch(
 SCHED_META = Patch(
     name="sched_meta",
     why="FlashMLA's tile schedule: planned by CUDA code that has no SM120 build, and unused by our kernel",
-    targets=(_attention("flash_mla:get_mla_metadata", "sched_meta", Parameters((), further="any"), "<0.5.13"),),
+    targets=(_attention("flash_mla:get_mla_metadata", "sched_meta", PLANNED, "<0.5.13"),),
     modes=("sm120", "seams"),
     serves="sparse_decode",
     absent="from 0.5.13 on SM120 needs no such schedule",
@@ -416,7 +417,8 @@ LOGITS = Parameters(
 )
 FORWARD_C4_INDEXER = f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer"
 FORWARD_C4_INDEXER_PARAMETERS = Parameters(("self", "x", "q_lora", "c4_indexer", "forward_batch"), further="any")
-TOPK = Parameters(("scores", "seq_lens", "page_tables", "out_page_indices", "page_size"), further="any")
+OF_TOPK = ("scores", "seq_lens", "page_tables", "out_page_indices", "page_size")
+TOPK = Parameters(OF_TOPK, further="any", imported=True)
 OTHER_TOPK = Parameters(("scores",), further="any")
 
 
