@@ -16,6 +16,7 @@ from pathlib import Path
 
 from deepseek_v4_sm120.patching import contract, import_hook, profile, report, verdict
 from deepseek_v4_sm120.patching.host_version import HostVersion
+from deepseek_v4_sm120.patching.reads import Reads
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
 from deepseek_v4_sm120.patching.steering import ON, Steering
@@ -71,11 +72,14 @@ class Engine:
         version_files = Sources()
         self.version = package_version(host, version_files)
         self.known = table.known(self.version)
-        told = (*version_files.problems, self.known.problem)  # sentences; a target's own is in its record
-        self.unparsable = [one for one in told if one]
         self.release = HostVersion(host, self.version, table, lambda t: self._look(t.where, t.contract, t.caller))
         self.stand_ins = [s for s in table.stand_ins if self.release.is_known_in(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
+        self._text = functools.cache(self.sources.read)
+        reads = table.reads() if self.release.is_ahead else Reads()
+        self._lacks = functools.cache(lambda module: reads.missing(module, self._text))
+        told = (*version_files.problems, self.known.problem, reads.problem)
+        self.unparsable = [one for one in told if one]  # sentences; a target's own is in its record
         self.steering = Steering(table.defaults, settings, self.release.is_known_in, table.operators)
         self.build = verdict.build()
         self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
@@ -199,7 +203,7 @@ class Engine:
         import_hook.catch_up()
         self._check(patch.name for patch in self.table.patches)
         self._tell()
-        self.sources.forget()
+        self._forget()
         told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings + self.unparsable
         told += [self.profile.outdated] if self.profile.outdated else []
         unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
@@ -216,8 +220,13 @@ class Engine:
         """The records after checking everything on disk, as the preflight does it; nothing is said or patched."""
         self._checked.clear()
         self._check(patch.name for patch in self.table.patches)
-        self.sources.forget()
+        self._forget()
         return self.records
+
+    def _forget(self) -> None:
+        self.sources.forget()
+        self._text.cache_clear()
+        self._lacks.cache_clear()
 
     def enter_model(self, makes_layers: bool) -> None:
         """The host is about to run our model. On a GPU of ours, PatchError where something would be missing; what is
@@ -411,6 +420,8 @@ class Engine:
             return f"{target.where}: {finding.problem}"
         if self.settings.unreviewed == "refuse" and record.review.startswith("UNREVIEWED"):
             return f"{target.where}: {record.review} (DSV4_SM120_UNREVIEWED=refuse)"
+        if lacks := self._lacks(target.replacement.partition(":")[0]):
+            return f"{target.where}: {lacks}"
         for need in record.patch.needs:
             if need not in self._needs_met:
                 self._needs_met[need] = _attempt(need)

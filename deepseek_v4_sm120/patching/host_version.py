@@ -63,6 +63,15 @@ class HostVersion:
         """Of a tree that tells no release: whether one that it may be of has a place for the patch."""
         return any(self._of(patch, release) for release in self._candidates(patch))
 
+    @functools.cached_property
+    def is_ahead(self) -> bool:
+        """Whether it is, or may be, later than all that was reviewed."""
+        newest = max(map(_version, self._table.reviewed().releases), default=None)
+        version = self.told if self.is_told else self.like
+        if newest is None or version is None:
+            return False
+        return _version(version) > newest or (not self.is_told and _version(version) == newest)
+
     @property
     def like(self) -> str | None:
         """The reviewed release that shares most of its definitions with what is on disk; None where none shares any."""

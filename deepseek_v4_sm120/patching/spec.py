@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from deepseek_v4_sm120.patching import known_files
+from deepseek_v4_sm120.patching import known_files, reads
 from deepseek_v4_sm120.patching.contract import Contract
 from deepseek_v4_sm120.patching.known_files import KnownFiles
 from deepseek_v4_sm120.patching.ledger import Ledger
+from deepseek_v4_sm120.patching.reads import Reads
 
 MODES = ("sm120", "ops", "seams")  # normal use and the two validation switches (settings.Settings.mode)
 
@@ -134,6 +135,7 @@ class Table:
                stopped that would have used a patch that does not fit
     reviewed   the definitions that a human read; anything else is applied as UNREVIEWED. Asked when an engine starts
     known      version (None: the host does not tell one) -> what its files were found to be like
+    reads      what replacements read of the host's objects; asked of a host that is ahead of what was reviewed
     """
 
     supported: str
@@ -143,6 +145,7 @@ class Table:
     built_at: str | None = None
     reviewed: Callable[[], Ledger] = Ledger
     known: Callable[[str | None], KnownFiles] = known_files.nothing
+    reads: Callable[[], Reads] = reads.nothing
     stand_ins: tuple[StandIn, ...] = ()
     defaults: tuple[Default, ...] = ()
 

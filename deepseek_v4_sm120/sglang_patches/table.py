@@ -10,7 +10,7 @@ record it: reviewed.json and known_files/.
 import functools
 from pathlib import Path
 
-from deepseek_v4_sm120.patching import known_files, ledger
+from deepseek_v4_sm120.patching import known_files, ledger, reads
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
@@ -97,6 +97,7 @@ SHARED_ADD = "sglang.srt.models.deepseek_v2:maybe_fuse_routed_scale_and_shared_a
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
 LEDGER = Path(__file__).with_name("reviewed.json")
 KNOWN_FILES = Path(__file__).with_name("known_files")
+READS = Path(__file__).with_name("reads.json")
 
 SM120_KEYS = (
     "q",
@@ -537,6 +538,7 @@ TABLE = Table(
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
     reviewed=functools.partial(ledger.read, LEDGER),
     known=functools.partial(known_files.read, KNOWN_FILES),
+    reads=functools.partial(reads.read, READS),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_SAMPLING, REPRODUCIBLE_ARGUMENTS),

@@ -122,8 +122,8 @@ def replace_topk(original: Callable) -> Callable:
     The version 2 functions have a plan before the raw indices; ours needs none. What else one takes may mean anything.
     """
     serve = _serve_beside(original) if settings().shadow else _serve
-    behind = [p for p in inspect.signature(original).parameters.values() if p.kind != inspect.Parameter.VAR_POSITIONAL]
-    is_known = BEHIND.issuperset(p.name for p in behind[OF_SELECTION:])
+    positional, *_, by_name, _, _ = inspect.getfullargspec(original)
+    is_known = BEHIND.issuperset((*positional[OF_SELECTION:], *by_name))
     if not is_known:
         report.warn_once(f"{PATCH}: {original.__name__} of this SGLang takes more than we know; its own top-k runs")
 
