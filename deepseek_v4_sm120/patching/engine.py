@@ -324,7 +324,12 @@ class Engine:
             group = [r for r in self.records if r.name == name and r.state == READY]
             for record in group:
                 record.problem = self._examine(record)
-            if any(record.problem for record in group):
+            unread = [r.where for r in group if r.patch.only_read and not self._is_read(r)]
+            if unread and not any(record.problem for record in group):
+                why = f"nobody has looked at this code of {', '.join(unread)}: its fault may be mended there"
+                for record in group:
+                    record.state, record.reason, record.review = NOT_APPLICABLE, why, ""
+            elif any(record.problem for record in group):
                 if self.inherited and name not in self.inherited.left_out:
                     self.disagreements.append(
                         f"{name}: the process that started this one has it, this one cannot; all processes of a server "
@@ -428,6 +433,9 @@ class Engine:
             if self._needs_met[need]:
                 return self._needs_met[need]
         return None
+
+    def _is_read(self, record: Record) -> bool:
+        return record.digest in self.table.reviewed().of(record.where).values()
 
     def _review(self, target: Target, digest: str | None) -> str:
         if digest is None:

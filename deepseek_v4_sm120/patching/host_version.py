@@ -66,10 +66,11 @@ class HostVersion:
     @functools.cached_property
     def is_ahead(self) -> bool:
         """Whether it is, or may be, later than all that was reviewed."""
-        newest = max(map(_version, self._table.reviewed().releases), default=None)
-        version = self.told if self.is_told else self.like
-        if newest is None or version is None:
+        version, reviewed = self.told if self.is_told else self.like, self._table.reviewed().releases
+        if version is None or not reviewed:
             return False
+        self._specifiers("")  # says so where `packaging` is missing
+        newest = max(map(_version, reviewed))
         return _version(version) > newest or (not self.is_told and _version(version) == newest)
 
     @property

@@ -52,6 +52,8 @@ class Patch:
     default      active only while this one of the table's defaults is on
     serves       the operator without which it makes no sense, where that is not its own name
     modes        in which modes it is active
+    only_read    left out where one of its definitions is none that a human read, in whatever release: it makes up for
+                 what exactly that code leaves out, and would do so twice where the host has mended it
     absent       why the versions that no target is for have no place for it
     retire       when this row should be deleted
     """
@@ -65,6 +67,7 @@ class Patch:
     modes: tuple[str, ...] = MODES
     default: str | None = None
     serves: str | None = None
+    only_read: bool = False
     absent: str = ""
 
 

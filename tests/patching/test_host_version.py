@@ -1,12 +1,14 @@
 """Which rows are for a host whose version decides nothing: a tree that names no release, a build of between two."""
 
+import importlib
 import sys
+from dataclasses import replace
 
 import pytest
 
 from deepseek_v4_sm120.__main__ import _head_part
 from deepseek_v4_sm120.patching import contract, engine
-from deepseek_v4_sm120.patching.engine import NOT_APPLICABLE, READY, Engine
+from deepseek_v4_sm120.patching.engine import APPLIED, NOT_APPLICABLE, READY, Engine
 from deepseek_v4_sm120.patching.sources import tells_release
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.table import TABLE
@@ -121,3 +123,42 @@ def test_status_tells_a_tree_without_a_version_from_none(folder, words):
     found = {"deepseek_v4_sm120": "1", "python": "3", "sglang": None, "host_folder": folder, "build": build}
     _, line, *_ = _head_part({**found, "settings": {}, "indexer_choices": {}})
     assert line.split(maxsplit=1)[1].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("function", "only_read", "state"),
+    [
+        *((FUNCTION, True, APPLIED), (FUNCTION.replace("0)", "1)"), False, APPLIED)),
+        (FUNCTION.replace("0)", "1)"), True, NOT_APPLICABLE),
+    ],
+)
+def test_what_makes_up_for_code_is_left_out_of_code_that_nobody_read(host, said, function, only_read, state):
+    """Quietly, as where the fault is mended: on top of a mend it would do the same twice."""
+    host({"eng_host/_version.py": "__version__ = '1.3'", "eng_host/kernels.py": function})
+    made = make(function_target(sglang=">=1,<2"), only_read=only_read)
+    importlib.import_module("eng_host.main")
+    importlib.import_module("eng_host.kernels")
+    (record,) = made.records
+    assert record.state == state and made.problems() == []
+    is_told = record.reason.startswith("nobody has looked at this code of eng_host.kernels:f: its fault may be mended")
+    assert is_told == (state == NOT_APPLICABLE) == (record.review == "")
+
+
+@pytest.mark.parametrize("name", ["penalties", "prompt_logprobs"])
+def test_the_next_release_that_counts_itself_is_not_counted_for_again(monkeypatch, name):
+    """Simulated: 0.5.23's wheel as 0.5.24, with other code in one of the places."""
+    monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.ops.shared.extension", type(sys)("extension"))
+    sys.modules["deepseek_v4_sm120.ops.shared.extension"].load = lambda: None
+    monkeypatch.setattr(engine, "package_version", lambda host, sources: "0.5.24")
+    monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(fetch("0.5.23"), stand_ins))
+    table = replace(TABLE, patches=tuple(patch for patch in TABLE.patches if patch.name == name))
+    asked = contract.check
+
+    def check(where, expected, caller, parse):
+        found = asked(where, expected, caller, parse)
+        return replace(found, digest="of another") if mended == where else found
+
+    monkeypatch.setattr(contract, "check", check)
+    for mended in (None, *(t.where for t in table.patches[0].targets)):
+        found = {r.state for r in Engine(table, host="sglang", settings=Settings()).survey()}
+        assert found == ({READY} if mended is None else {NOT_APPLICABLE}), mended
