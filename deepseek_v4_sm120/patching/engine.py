@@ -308,12 +308,19 @@ class Engine:
         else:
             fix = "mend the variables; " if set(problems) & set(self._mistakes()) else ""
             fix += "use a release of deepseek_v4_sm120 that lists this version; or set "
-            fix += "DSV4_SM120_ON_BROKEN=warn to run the stock code in these places"
+            fix += f"DSV4_SM120_ON_BROKEN=warn{self._or_off()} to run the stock code in these places"
         return PatchError(
             f"{self._beginning(problems)}:\n  "
             + "\n  ".join(report.by_reason(problems))
             + f"\nWhat to do: {fix}; or DSV4_SM120=off to run without us."
         )
+
+    def _or_off(self) -> str:
+        """The choices that leave out all that does not fit, beside those that are made; nothing where all fits."""
+        misfits = [r.name for r in self.records if r.state == BROKEN and r.problem]
+        chosen = {**self.settings.choices, **dict.fromkeys(misfits, "off")}
+        text = ",".join(f"{name}={value}" for name, value in chosen.items())
+        return f", or DSV4_SM120_SET={text}," if misfits else ""
 
     def _check(self, patches: Iterable[str]) -> None:
         """Decide whether these patches can be put in place, from what is on disk and in the environment alone."""
