@@ -141,7 +141,8 @@ def _head_part(found: dict) -> Iterator[str]:
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.settings import Settings
 
-    host_version = found[patching.HOST] or "not found on this interpreter's path; ask SGLang's own Python, in its image"
+    absent = "not found on this interpreter's path; ask SGLang's own Python, in its image"
+    host_version = found[patching.HOST] or ("tells no version" if found["host_folder"] else absent)
     yield f"deepseek_v4_sm120 {found['deepseek_v4_sm120']}, Python {found['python']}"
     yield f"SGLang            {host_version}" + (f", {found['host_folder']}" if found["host_folder"] else "")
     yield f"build             {_build_text(found['build'])}"

@@ -92,7 +92,7 @@ def test_only_what_belongs(info):
     assert {p.name for p in ARTIFACT.iterdir()} == {"sitecustomize.py", "deepseek_v4_sm120", DIST_INFO}
     modules = {f"deepseek_v4_sm120/{name}" for name in (info["library"], *info["pythons"].values())}
     sources = {str(p.relative_to(REPO)) for p in (REPO / "deepseek_v4_sm120").rglob("*.py")} | {"sitecustomize.py"}
-    sources |= {f"deepseek_v4_sm120/sglang_patches/{name}" for name in ("reviewed.json", *KNOWN)}
+    sources |= {f"deepseek_v4_sm120/sglang_patches/{name}" for name in ("reviewed.json", "reads.json", *KNOWN)}
     extra = {"deepseek_v4_sm120/build_info.json"}
     dist = {f"{DIST_INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     assert {

@@ -18,7 +18,7 @@ from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import profile
-from deepseek_v4_sm120.specs import index_select, mxfp4_moe, provider, sparse_decode
+from deepseek_v4_sm120.specs import index_select, mhc, mxfp4_moe, provider, sparse_decode
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
 from tests.doctor.test_machine import rtx, smi
 
@@ -197,8 +197,21 @@ def test_the_stock_indexer_of_a_release(version, handled, monkeypatch):
     prefill = next(c for c in index_select.cases(**SHAPES) if c.kind == "prefill")
     assert index_select._stock_handles(prefill) == handled  # 0.5.14 gathers all keys of all rows as fp32
     assert not index_select._stock_handles(index_select.Case("decode", 1, 4096, fp4=True))
-    if version is None:
-        assert "no index logits for SM120" in index_select._stock_problem()
+    if version is None:  # no SGLang, or one that names no release, which counts as the newest
+        assert index_select._stock_problem() == f"this SGLang has no {index_select.TILELANG[0]}"
+
+
+@pytest.mark.parametrize(
+    ("told", "numbers"),
+    [("0.5.24.dev7+gabc", (0, 5, 24)), ("0.5.24rc1", (0, 5, 24)), ("0.0.0.dev1+gabc", None), ("main-abc", None)],
+)
+def test_a_sglang_that_names_no_release_is_none_of_the_oldest(told, numbers, monkeypatch):
+    monkeypatch.setattr(provider, "package_version", lambda package, sources: told)
+    assert provider.sglang_version.__wrapped__() == numbers
+    for spec in (mhc, mxfp4_moe):
+        monkeypatch.setattr(spec, "sglang_version", provider.sglang_version.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    assert mhc._is_fused_by_default() and mxfp4_moe._is_cutlass()
 
 
 def test_the_experts_are_those_of_a_rank(monkeypatch):

@@ -269,6 +269,20 @@ def test_the_image_is_of_exactly_the_version(given, image, capsys):
     assert ("no image of SGLang" in capsys.readouterr().out) == (image is None)
 
 
+@pytest.mark.parametrize(
+    ("found", "reckoned", "is_told"),
+    [
+        *((None, "0.5.23", False), ("0.5.17", "0.5.17", False), ("0.5.24.dev7+g01", "0.5.24.dev7+g01", False)),
+        *(("0.0.0.dev1+g01", "0.5.23", True), ("main-abc", "0.5.23", True)),
+    ],
+)
+def test_a_sglang_that_names_no_release_is_reckoned_as_the_newest(found, reckoned, is_told, monkeypatch):
+    monkeypatch.setattr(command, "package_version", lambda package, sources: found)
+    asked = command.request_of(arguments())
+    assert asked.sglang == reckoned and any("names no release" in text for text in asked.profile_told) == is_told
+    assert not any("names no release" in text for text in command.request_of(arguments(sglang="0.5.20")).profile_told)
+
+
 @pytest.mark.parametrize("given", ["", "newest", "0.5", "0.5.15.garbage", "0.5.23 --x", "vv0.5.23", "0.5.٣", "0.5.1/x"])
 def test_what_is_no_version_is_refused(given):
     with pytest.raises(CommandError, match="--sglang must be a version"):

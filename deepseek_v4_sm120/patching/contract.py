@@ -7,7 +7,7 @@ import ast
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ _MAX_REEXPORTS = 5
 # Decorators that leave alone what a function is called with and what it gives, by their last name
 _TRANSPARENT = ("disable", "inference_mode", "no_grad", "override")
 HANDED_THROUGH = "..."  # as a default in Parameters
+_PLATFORMS = ("Amd", "AMD", "Hip", "HIP", "Rocm", "Npu", "NPU", "Ascend", "Xpu", "XPU", "Cpu", "CPU", "Musa", "MUSA")
 # (is async, yields) -> what it is
 _CALLED = {
     (False, False): "a plain function",
@@ -54,12 +55,16 @@ class Parameters:
 
     further: which parameters may follow, all handed through: None, "any" or "keyword-only".
     is_generator, is_async: the function is one that yields, that is awaited, or both; so is what stands for it.
+    imported: the module has the name from another one, and is the only one for which it is replaced.
+    overridden_by: subclasses in its module that have a method of their own in its place, which stays.
     """
 
     signature: tuple[str, ...]
     further: Literal["any", "keyword-only"] | None = None
     is_generator: bool = False
     is_async: bool = False
+    imported: bool = field(default=False, repr=False)  # known_files/ knows a question by its repr
+    overridden_by: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,15 +134,16 @@ def check(where: str, contract: Contract, caller: str | None, parse: Parse) -> F
     node, problem = definition(module, qualname, contract, parse)
     if node is None:
         return Finding(problem)
-    problem = contract.violation(node)
+    problem = contract.violation(node) or _overridden(module, qualname, contract, parse)
     if problem is None and caller is not None:
         problem = _caller_violation(caller, qualname, contract, parse)
     return Finding(problem, digest_of(node))
 
 
 def definition(module: str, qualname: str, contract: Contract, parse: Parse) -> tuple[ast.AST | None, str | None]:
-    """(the definition, None) or (None, why there is none), followed through `from x import name` and `name = other`
-    where the contract speaks of a function."""
+    """(the definition, None) or (None, why there is none). Followed through `from x import name` and `name = other`
+    where the contract speaks of a function that its module imports; another one that is found so has been moved, and
+    whoever calls it by its new place or name would have the original."""
     first, wanted = module, qualname
     for _ in range(_MAX_REEXPORTS):
         parsed = parse(module)
@@ -152,10 +158,12 @@ def definition(module: str, qualname: str, contract: Contract, parse: Parse) -> 
             module, qualname = _imported_module(module, node), node.names[0].name
         elif _is_alias(node) and "." not in qualname and node.value.id != qualname:
             qualname = node.value.id
-        elif node is not None:
+        elif node is None:
+            break
+        elif (module, qualname) == (first, wanted) or getattr(contract, "imported", False):
             return node, None
         else:
-            break
+            return None, f"{wanted} of {first} is {module}:{qualname} now, and who calls that has the original"
     return None, f"{first} does not define {wanted}"
 
 
@@ -235,6 +243,31 @@ def digest_of(node: ast.AST) -> str:
     """Sixteen hex digits that change when the code changes; not with comments, docstrings, formatting, or the Python
     (3.11 to 3.13) that parses it."""
     return hashlib.sha256(_normal_form(node).encode()).hexdigest()[:16]
+
+
+def _overridden(module: str, qualname: str, contract: Contract, parse: Parse) -> str | None:
+    """What has the method's place in a subclass of its class in the same module, and is none of another platform's."""
+    of, _, method = qualname.rpartition(".")
+    if not of:
+        return None
+    classes = [node for node in _flat(parse(module).tree.body) if isinstance(node, ast.ClassDef)]
+    known, own = {of}, getattr(contract, "overridden_by", ())
+    for one in classes:  # a class is below its bases
+        if known.isdisjoint(filter(None, map(_called_name, one.bases))):
+            continue
+        known.add(one.name)
+        found = [node for node in one.body if isinstance(node, Function) and node.name == method]
+        is_elsewhere = one.name in own or any(map(one.name.__contains__, _PLATFORMS))
+        if found and not is_elsewhere and not _goes_on(found[-1]):
+            return f"{one.name} has a {method} of its own, in which nothing is replaced"
+    return None
+
+
+def _goes_on(method: Function) -> bool:
+    """Whether it calls super().method."""
+    calls = (node.func for node in ast.walk(method) if isinstance(node, ast.Call))
+    attributes = (func for func in calls if isinstance(func, ast.Attribute) and func.attr == method.name)
+    return any(isinstance(f.value, ast.Call) and _called_name(f.value.func) == "super" for f in attributes)
 
 
 def _is_alias(node: ast.AST | None) -> bool:
@@ -345,12 +378,12 @@ def _normal_form(node) -> str:
         node = ast.JoinedStr(values=[v for v in node.values if not (isinstance(v, ast.Constant) and v.value == "")])
     documented = isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None
     parts = []
-    for field, value in ast.iter_fields(node):
-        if field == "body" and documented:
+    for name, value in ast.iter_fields(node):
+        if name == "body" and documented:
             value = value[1:]
-        if value is None or value == [] or field in ("ctx", "kind", "type_comment"):
+        if value is None or value == [] or name in ("ctx", "kind", "type_comment"):
             continue
-        parts.append(f"{field}={_normal_form(value)}")
+        parts.append(f"{name}={_normal_form(value)}")
     return f"{type(node).__name__}({','.join(parts)})"
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepseek_v4_sm120.patching import contract, import_hook, profile, report, verdict
+from deepseek_v4_sm120.patching.host_version import HostVersion
+from deepseek_v4_sm120.patching.reads import Reads
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
 from deepseek_v4_sm120.patching.steering import ON, Steering
@@ -70,11 +72,15 @@ class Engine:
         version_files = Sources()
         self.version = package_version(host, version_files)
         self.known = table.known(self.version)
-        told = (*version_files.problems, self.known.problem)  # sentences; a target's own is in its record
-        self.unparsable = [one for one in told if one]
-        self.stand_ins = [s for s in table.stand_ins if self._is_known_in(s.sglang)]
+        self.release = HostVersion(host, self.version, table, lambda t: self._look(t.where, t.contract, t.caller))
+        self.stand_ins = [s for s in table.stand_ins if self.release.is_known_in(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
-        self.steering = Steering(table.defaults, settings, self._is_known_in, table.operators)
+        self._text = functools.cache(self.sources.read)
+        reads = table.reads() if self.release.is_ahead else Reads()
+        self._lacks = functools.cache(lambda module: reads.missing(module, self._text))
+        told = (*version_files.problems, self.known.problem, reads.problem)
+        self.unparsable = [one for one in told if one]  # sentences; a target's own is in its record
+        self.steering = Steering(table.defaults, settings, self.release.is_known_in, table.operators)
         self.build = verdict.build()
         self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
         handed = self.inherited.profile if self.inherited else None
@@ -106,9 +112,9 @@ class Engine:
         if self.settings.mode not in patch.modes:
             wanted = " or ".join("normal use" if m == "sm120" else f"DSV4_SM120_FORCE={m}" for m in patch.modes)
             return [Record(patch, None, NOT_APPLICABLE, f"only in {wanted}")]
-        if self.version is not None and not self._is_supported(patch):
+        if not self.release.is_supported(patch):
             reason = (
-                f"{self.host} {self.version} is outside of what this release knows ({self.table.supported}): "
+                f"{self.release} is outside of what this release knows ({self.table.supported}): "
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
             )
             return [Record(patch, None, UNSUPPORTED, reason)]
@@ -117,10 +123,13 @@ class Engine:
         if patch.default and (default := self.steering.outcome(patch.default)).state != ON:
             elsewhere = f", {default.reason}" if default.state == NOT_APPLICABLE else ""
             return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.default}=on{elsewhere}")]
-        targets = self._targets(patch)
-        if not targets and self._version_is_known():
-            why = f": {patch.absent}" if patch.absent else ""
-            return [Record(patch, None, NOT_APPLICABLE, f"{self.host} {self.version} has no such place{why}")]
+        targets = self.release.targets(patch)
+        why = f": {patch.absent}" if patch.absent else ""
+        if not targets and self.release.is_told:
+            return [Record(patch, None, NOT_APPLICABLE, f"{self.release} has no such place{why}")]
+        if not targets and not self.release.may_have(patch):
+            reason = f"{self.host} tells no release; behind {self.release.like}, which it is most like, nobody knows of"
+            return [Record(patch, None, NOT_APPLICABLE, f"{reason} such a place{why}")]
         if not targets:
             reason = f"{self.host} does not tell its version, and no place of it fits {patch.name}: the stock code runs"
             return [Record(patch, None, UNSUPPORTED, reason)]
@@ -135,66 +144,6 @@ class Engine:
             if record.state == READY and states.get(operator, READY) != READY:
                 record.state = NOT_APPLICABLE
                 record.reason = f"serves {operator}, which is {states[operator]}"
-
-    def _is_supported(self, patch: Patch) -> bool:
-        """In range; or a build of ahead of the first release, where it has all that the patch needs."""
-        return self._in_range(self.table.supported) or (self._is_early_build() and bool(self._fitting(patch)))
-
-    def _is_early_build(self) -> bool:
-        from packaging.version import Version
-
-        version = Version(self.version)
-        first = [s.version for s in self._specifiers(self.table.supported) if s.operator == ">="]
-        return version.is_devrelease and any(version < Version(begin) for begin in first)
-
-    def _is_known_in(self, specifiers: str) -> bool:
-        """Defaults and stand-ins are for versions that we know: a tree that does not tell its version gets none."""
-        return self._version_is_known() and self._in_range(self.table.supported) and self._in_range(specifiers)
-
-    def _version_is_known(self) -> bool:
-        return self.version is not None and not self.version.startswith("0.0.0")  # 0.0.0.devN: a checkout without tags
-
-    def _in_range(self, specifiers: str) -> bool:
-        if not self._version_is_known():
-            return True
-        return self._specifiers(specifiers).contains(self.version, prereleases=True)
-
-    def _specifiers(self, text: str):
-        try:
-            from packaging.specifiers import SpecifierSet
-        except ImportError as error:
-            raise PatchError(
-                f"deepseek_v4_sm120: {sys.executable} finds {self.host} {self.version} but not the package `packaging`,"
-                f" which {self.host} itself requires; install it with: {sys.executable} -m pip install packaging"
-            ) from error
-        return SpecifierSet(text)
-
-    def _targets(self, patch: Patch) -> list[Target]:
-        """By version; by what is on disk in a tree that does not tell its version, for a build of ahead of the first
-        release, and for a pre-release that lies between two ranges (0.5.13.dev5 is neither <0.5.13 nor >=0.5.13)."""
-        if not self._version_is_known() or self._is_early_build():
-            return self._fitting(patch)
-        by_version = [t for t in patch.targets if self._in_range(t.sglang)]
-        if by_version:
-            return by_version
-        from packaging.version import Version
-
-        version = Version(self.version)
-        released = [t for t in patch.targets if self._specifiers(t.sglang).contains(version.base_version)]
-        return (self._fitting(patch) or released) if version.is_prerelease and released else []
-
-    def _fitting(self, patch: Patch) -> list[Target]:
-        """The targets of the newest version for which every one of them fits what is on disk."""
-        ranges = [self._specifiers(text) for text in (self.table.supported, *(t.sglang for t in patch.targets))]
-        begins = {s.version for each in ranges for s in each if s.operator in (">=", "==", "~=")}
-        from packaging.version import Version
-
-        for begin in sorted(begins, key=Version, reverse=True):
-            pairs = zip(patch.targets, ranges[1:], strict=True)
-            targets = [t for t, versions in pairs if versions.contains(begin, prereleases=True)]
-            if targets and all(self._look(t.where, t.contract, t.caller).problem is None for t in targets):
-                return targets
-        return []
 
     def _look(self, where: str, expected: contract.Contract, caller: str | None) -> contract.Finding:
         known = self.known.finding(where, expected, caller, self.sources.digest)
@@ -254,13 +203,13 @@ class Engine:
         import_hook.catch_up()
         self._check(patch.name for patch in self.table.patches)
         self._tell()
-        self.sources.forget()
+        self._forget()
         told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings + self.unparsable
         told += [self.profile.outdated] if self.profile.outdated else []
         unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
         if unreviewed:
             told.append(
-                f"UNREVIEWED in {self.host} {self.version}, and replaced where it fits: {', '.join(unreviewed)}; "
+                f"UNREVIEWED in {self.release}, and replaced where it fits: {', '.join(unreviewed)}; "
                 "`python3 -m deepseek_v4_sm120 status` says what, DSV4_SM120_UNREVIEWED=refuse leaves it out"
             )
         for text in dict.fromkeys(told):
@@ -271,8 +220,13 @@ class Engine:
         """The records after checking everything on disk, as the preflight does it; nothing is said or patched."""
         self._checked.clear()
         self._check(patch.name for patch in self.table.patches)
-        self.sources.forget()
+        self._forget()
         return self.records
+
+    def _forget(self) -> None:
+        self.sources.forget()
+        self._text.cache_clear()
+        self._lacks.cache_clear()
 
     def enter_model(self, makes_layers: bool) -> None:
         """The host is about to run our model. On a GPU of ours, PatchError where something would be missing; what is
@@ -314,7 +268,7 @@ class Engine:
             return f"{us} cannot do what its variables ask for"
         if self._lacks_what_it_needs(problems):
             return f"{us} cannot run here"
-        return f"{us} does not fit {self.host} {self.version}"
+        return f"{us} does not fit {self.release}"
 
     def _lacks_what_it_needs(self, problems: list[str]) -> bool:
         """Whether something of ours is not whole on this machine: then a patch may not fit for that reason alone."""
@@ -326,7 +280,7 @@ class Engine:
         gone = [where for where in self._stops() if self._look(where, contract.Bound(), None).problem]
         if len(gone) < len(self._stops()):
             return None
-        return f"no server is stopped: {self.host} {self.version} has none of the places for it ({', '.join(gone)})"
+        return f"no server is stopped: {self.release} has none of the places for it ({', '.join(gone)})"
 
     def _stops(self) -> list[str]:
         return [where for where in (self.table.resolved_at, self.table.built_at) if where]
@@ -354,12 +308,19 @@ class Engine:
         else:
             fix = "mend the variables; " if set(problems) & set(self._mistakes()) else ""
             fix += "use a release of deepseek_v4_sm120 that lists this version; or set "
-            fix += "DSV4_SM120_ON_BROKEN=warn to run the stock code in these places"
+            fix += f"DSV4_SM120_ON_BROKEN=warn{self._or_off()} to run the stock code in these places"
         return PatchError(
             f"{self._beginning(problems)}:\n  "
             + "\n  ".join(report.by_reason(problems))
             + f"\nWhat to do: {fix}; or DSV4_SM120=off to run without us."
         )
+
+    def _or_off(self) -> str:
+        """The choices that leave out all that does not fit, beside those that are made; nothing where all fits."""
+        misfits = [r.name for r in self.records if r.state == BROKEN and r.problem]
+        chosen = {**self.settings.choices, **dict.fromkeys(misfits, "off")}
+        text = ",".join(f"{name}={value}" for name, value in chosen.items())
+        return f", or DSV4_SM120_SET={text}," if misfits else ""
 
     def _check(self, patches: Iterable[str]) -> None:
         """Decide whether these patches can be put in place, from what is on disk and in the environment alone."""
@@ -370,7 +331,12 @@ class Engine:
             group = [r for r in self.records if r.name == name and r.state == READY]
             for record in group:
                 record.problem = self._examine(record)
-            if any(record.problem for record in group):
+            unread = [r.where for r in group if r.patch.only_read and not self._is_read(r)]
+            if unread and not any(record.problem for record in group):
+                why = f"nobody has looked at this code of {', '.join(unread)}: its fault may be mended there"
+                for record in group:
+                    record.state, record.reason, record.review = NOT_APPLICABLE, why, ""
+            elif any(record.problem for record in group):
                 if self.inherited and name not in self.inherited.left_out:
                     self.disagreements.append(
                         f"{name}: the process that started this one has it, this one cannot; all processes of a server "
@@ -466,12 +432,17 @@ class Engine:
             return f"{target.where}: {finding.problem}"
         if self.settings.unreviewed == "refuse" and record.review.startswith("UNREVIEWED"):
             return f"{target.where}: {record.review} (DSV4_SM120_UNREVIEWED=refuse)"
+        if lacks := self._lacks(target.replacement.partition(":")[0]):
+            return f"{target.where}: {lacks}"
         for need in record.patch.needs:
             if need not in self._needs_met:
                 self._needs_met[need] = _attempt(need)
             if self._needs_met[need]:
                 return self._needs_met[need]
         return None
+
+    def _is_read(self, record: Record) -> bool:
+        return record.digest in self.table.reviewed().of(record.where).values()
 
     def _review(self, target: Target, digest: str | None) -> str:
         if digest is None:
@@ -484,10 +455,10 @@ class Engine:
             return "reviewed"
         same = [version for version, known in reviewed.items() if known == digest]
         if same:
-            return f"UNREVIEWED: nobody has looked at {self.host} {self.version}; this code is that of {same[-1]}"
+            return f"UNREVIEWED: nobody has looked at {self.release}; this code is that of {same[-1]}"
         known = ", ".join(reviewed) or "none"
         return (
-            f"UNREVIEWED: nobody has looked at this code (digest {digest}) of {self.host} {self.version}; it takes the "
+            f"UNREVIEWED: nobody has looked at this code (digest {digest}) of {self.release}; it takes the "
             f"arguments that we expect, so it is replaced. Reviewed: {known}"
         )
 

@@ -68,7 +68,7 @@ def summary(engine) -> str:
         names[state] = list(dict.fromkeys(found))
         told.update(found)
     unreviewed = list(dict.fromkeys(r.patch.name for r in engine.records if r.review.startswith("UNREVIEWED")))
-    parts = [f"deepseek_v4_sm120 {our_version()} pid {os.getpid()}: {engine.host} {engine.version}"]
+    parts = [f"deepseek_v4_sm120 {our_version()} pid {os.getpid()}: {engine.release}"]
     if engine.settings.force:
         parts.append(f"VALIDATION MODE {engine.settings.force}")
     if engine.settings.shadow:

@@ -2,11 +2,14 @@
 
 import ast
 import hashlib
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepseek_v4_sm120.patching import import_hook
+
+_RELEASE = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9]+([-_.][a-z0-9]+)*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,12 @@ def package_version(package: str, sources: Sources) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def tells_release(version: str | None) -> bool:
+    """Whether a version says of which release, or build between two, the code is: by PEP 440 as setuptools writes it,
+    and not 0.0.0.devN, which is a checkout without tags."""
+    return version is not None and _RELEASE.fullmatch(version) is not None and not version.startswith("0.0.0")
 
 
 def _literal_version(tree: ast.Module) -> str | None:

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from deepseek_v4_sm120.patching import known_files
+from deepseek_v4_sm120.patching import known_files, reads
 from deepseek_v4_sm120.patching.contract import Contract
 from deepseek_v4_sm120.patching.known_files import KnownFiles
 from deepseek_v4_sm120.patching.ledger import Ledger
+from deepseek_v4_sm120.patching.reads import Reads
 
 MODES = ("sm120", "ops", "seams")  # normal use and the two validation switches (settings.Settings.mode)
 
@@ -51,6 +52,8 @@ class Patch:
     default      active only while this one of the table's defaults is on
     serves       the operator without which it makes no sense, where that is not its own name
     modes        in which modes it is active
+    only_read    left out where one of its definitions is none that a human read, in whatever release: it makes up for
+                 what exactly that code leaves out, and would do so twice where the host has mended it
     absent       why the versions that no target is for have no place for it
     retire       when this row should be deleted
     """
@@ -64,6 +67,7 @@ class Patch:
     modes: tuple[str, ...] = MODES
     default: str | None = None
     serves: str | None = None
+    only_read: bool = False
     absent: str = ""
 
 
@@ -134,6 +138,7 @@ class Table:
                stopped that would have used a patch that does not fit
     reviewed   the definitions that a human read; anything else is applied as UNREVIEWED. Asked when an engine starts
     known      version (None: the host does not tell one) -> what its files were found to be like
+    reads      what replacements read of the host's objects; asked of a host that is ahead of what was reviewed
     """
 
     supported: str
@@ -143,6 +148,7 @@ class Table:
     built_at: str | None = None
     reviewed: Callable[[], Ledger] = Ledger
     known: Callable[[str | None], KnownFiles] = known_files.nothing
+    reads: Callable[[], Reads] = reads.nothing
     stand_ins: tuple[StandIn, ...] = ()
     defaults: tuple[Default, ...] = ()
 

@@ -10,7 +10,7 @@ record it: reviewed.json and known_files/.
 import functools
 from pathlib import Path
 
-from deepseek_v4_sm120.patching import known_files, ledger
+from deepseek_v4_sm120.patching import known_files, ledger, reads
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
@@ -99,6 +99,7 @@ SHARED_ADD = "sglang.srt.models.deepseek_v2:maybe_fuse_routed_scale_and_shared_a
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
 LEDGER = Path(__file__).with_name("reviewed.json")
 KNOWN_FILES = Path(__file__).with_name("known_files")
+READS = Path(__file__).with_name("reads.json")
 
 SM120_KEYS = (
     "q",
@@ -118,8 +119,9 @@ FLASH_MLA_PARAMETERS = (
     *("attn_sink=None", "extra_k_cache=None", "extra_indices_in_kvcache=None", "topk_length=None"),
     "extra_topk_length=None",
 )
-FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS)
+FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS, imported=True)
 SM120 = ConsumedKeys(SM120_KEYS)
+PLANNED = Parameters((), further="any", imported=True)
 SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k=None", *FLASH_MLA_PARAMETERS[9:]))
 FLASH_MLA_INTERFACE = Parameters((*SGL_KERNEL.signature, "kv_format=None", "*", "use_legacy=True"))
 
@@ -162,7 +164,7 @@ SPARSE_DECODE_HOPPER = Patch(
 
 EXPERTS = Parameters(("self", "layer"))
 EXPERTS_APPLY = Parameters(("self", "layer", "dispatch_output"))
-SHARED_ADD_PARAMETERS = Parameters(("experts", "routed", "shared", "routed_scaling_factor"))
+SHARED_ADD_PARAMETERS = Parameters(("experts", "routed", "shared", "routed_scaling_factor"), imported=True)
 
 MXFP4_MOE = Patch(
     name="mxfp4_moe",
@@ -300,7 +302,7 @@ PAGED_PREFILL = Patch(
 SCHED_META = Patch(
     name="sched_meta",
     why="FlashMLA's tile schedule: planned by CUDA code that has no SM120 build, and unused by our kernel",
-    targets=(_attention("flash_mla:get_mla_metadata", "sched_meta", Parameters((), further="any"), "<0.5.13"),),
+    targets=(_attention("flash_mla:get_mla_metadata", "sched_meta", PLANNED, "<0.5.13"),),
     modes=("sm120", "seams"),
     serves="sparse_decode",
     absent="from 0.5.13 on SM120 needs no such schedule",
@@ -418,7 +420,8 @@ LOGITS = Parameters(
 )
 FORWARD_C4_INDEXER = f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer"
 FORWARD_C4_INDEXER_PARAMETERS = Parameters(("self", "x", "q_lora", "c4_indexer", "forward_batch"), further="any")
-TOPK = Parameters(("scores", "seq_lens", "page_tables", "out_page_indices", "page_size"), further="any")
+OF_TOPK = ("scores", "seq_lens", "page_tables", "out_page_indices", "page_size")
+TOPK = Parameters(OF_TOPK, further="any", imported=True)
 OTHER_TOPK = Parameters(("scores",), further="any")
 
 
@@ -537,6 +540,7 @@ TABLE = Table(
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
     reviewed=functools.partial(ledger.read, LEDGER),
     known=functools.partial(known_files.read, KNOWN_FILES),
+    reads=functools.partial(reads.read, READS),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_SAMPLING, REPRODUCIBLE_ARGUMENTS),

@@ -37,7 +37,8 @@ PREFILL_ROWS, CHECKED_PREFILL_ROWS = 2048, 264  # a chunk; as many rows as make 
 CHECKED_PREFILL_ENTRIES = 6000
 TORCH_ENTRIES = 1 << 20  # beyond so many, an implementation that gathers all keys as fp32 is not asked
 
-TILELANG = ("sglang.kernels.ops.attention.dsa.tilelang_kernel", "tilelang_fp8_paged_mqa_logits")  # 0.5.16 and later
+TILELANG_SINCE = (0, 5, 16)
+TILELANG = ("sglang.kernels.ops.attention.dsa.tilelang_kernel", "tilelang_fp8_paged_mqa_logits")
 TORCH_SM120 = ("sglang.srt.layers.attention.dsv4.indexer", "fp8_paged_mqa_logits_torch_sm120")  # 0.5.13 to 0.5.15
 # SGLang's top-k on SM120 is version 1; newest home first
 TOPK = (
@@ -366,10 +367,10 @@ def _ours():
 
 
 def _stock_logits() -> tuple[str, str] | None:
-    version = sglang_version()
-    if version is None or version < (0, 5, 13):
+    version = sglang_version() or TILELANG_SINCE
+    if version < (0, 5, 13):
         return None
-    return TILELANG if version >= (0, 5, 16) else TORCH_SM120
+    return TILELANG if version >= TILELANG_SINCE else TORCH_SM120
 
 
 def _stock_handles(case: Case) -> bool:

@@ -353,12 +353,11 @@ def _stock_problem() -> str | None:
 
 
 def _is_fused_by_default() -> bool:
-    version = sglang_version()
-    return version is not None and version >= FUSED_BY_DEFAULT_SINCE
+    return (sglang_version() or FUSED_BY_DEFAULT_SINCE) >= FUSED_BY_DEFAULT_SINCE
 
 
 def _fused_problem() -> str | None:
-    if (sglang_version() or (0,)) < FUSED_SINCE:
+    if (sglang_version() or FUSED_SINCE) < FUSED_SINCE:
         return "this SGLang has no fused boundary"
     return "is what stock runs here" if _is_fused_by_default() else _stock_problem()
 

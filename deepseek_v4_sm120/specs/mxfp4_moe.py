@@ -349,8 +349,7 @@ def _ours(activations: str = "bf16", wide: bool = False):
 
 def _is_cutlass() -> bool:
     """Whether SGLang's default here is FlashInfer's CUTLASS kernels with MXFP8 activations."""
-    version = sglang_version()
-    return version is not None and version >= CUTLASS_SINCE and torch.cuda.get_device_capability()[0] == 12
+    return (sglang_version() or CUTLASS_SINCE) >= CUTLASS_SINCE and torch.cuda.get_device_capability()[0] == 12
 
 
 def _stock_problem() -> str | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from deepseek_v4_sm120.patching.sources import Sources, package_version
+from deepseek_v4_sm120.patching.sources import Sources, package_version, tells_release
 
 OURS, STOCK = "ours", "stock"  # the two that decide; others are shown beside them
 DEEP_GEMM_WRAPPER, DEEP_GEMM_PDL = "sglang.srt.layers.deep_gemm_wrapper", "SGLANG_DEEPGEMM_PDL"
@@ -118,7 +118,8 @@ def set_up_deep_gemm() -> None:
 
 @functools.cache
 def sglang_version() -> tuple[int, ...] | None:
-    """Of the SGLang found here, without importing it."""
-    text = package_version("sglang", Sources()) or ""
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    """Of the SGLang found here, without importing it; None where it is not there or names no release, which whoever
+    asks takes for the newest: that something is not installed is another question."""
+    text = package_version("sglang", Sources())
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", text) if tells_release(text) else None
     return tuple(map(int, numbers.groups())) if numbers else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
@@ -57,7 +58,8 @@ def stock_logits(q, cache, weights, lengths, page_table, schedule, width, clean_
     return torch.where(logits == -torch.inf, 1e30, logits).float()
 
 
-def stock_topk(scores, seq_lens, page_tables, out, page_size, raw=None):
+def stock_topk(scores, seq_lens, page_tables, out, page_size, out_raw_indices=None):
+    raw = out_raw_indices
     slots, entries = reference.topk_select(scores, seq_lens.reshape(-1), k=out.shape[1], page_table=page_tables)
     order = torch.randperm(out.shape[1]) if int(seq_lens.min()) > out.shape[1] else torch.arange(out.shape[1])
     out.copy_(slots[:, order])  # unordered where the row is longer than k
@@ -65,8 +67,8 @@ def stock_topk(scores, seq_lens, page_tables, out, page_size, raw=None):
         raw.copy_(entries[:, order])
 
 
-def stock_topk_v2(scores, seq_lens, page_tables, out, page_size, plan, raw=None):
-    stock_topk(scores, seq_lens, page_tables, out, page_size, raw)
+def stock_topk_v2(scores, seq_lens, page_tables, out, page_size, metadata, out_raw_indices=None):
+    stock_topk(scores, seq_lens, page_tables, out, page_size, out_raw_indices)
 
 
 class Mixin:
@@ -121,6 +123,21 @@ def test_version_2_with_its_plan_and_lengths_of_two_dimensions():
         )
         assert torch.equal(run(mixin, decode=False), expected(inputs)[0])
     assert torch.equal(raw, expected(inputs)[1]) and calls == [adapter.SHARED_PAGES] * 2
+
+
+def test_a_topk_that_takes_more_than_we_know_is_the_originals():
+    """A later release's: what it means is in its own code alone."""
+    seen = []
+
+    def later(scores, seq_lens, page_tables, out, page_size, out_raw_indices=None, first_entry=0):
+        seen.append((type(scores), first_entry))
+        stock_topk(scores, seq_lens, page_tables, out, page_size, out_raw_indices)
+
+    inputs = make_inputs(Shape(5, LENGTHS), device="cpu")
+    topk = adapter.replace_topk(later)
+    mixin = Mixin(adapter.replace_logits(stock_logits), functools.partial(topk, first_entry=7), inputs)
+    assert torch.equal(run(mixin).sort(1).values, expected(inputs)[0].sort(1).values)
+    assert isinstance(mixin.seen, adapter.Deferred) and seen == [(torch.Tensor, 7)] and calls == []
 
 
 def test_outside_of_the_indexer_logits_are_the_originals():
@@ -257,8 +274,8 @@ def test_shadow_keeps_what_the_mode_says_and_finds_equal_sets(monkeypatch, keep)
 
 
 def test_shadow_counts_entries_that_differ(monkeypatch):
-    def wrong(scores, seq_lens, page_tables, out, page_size, raw=None):
-        stock_topk(scores, seq_lens, page_tables, out, page_size, raw)
+    def wrong(scores, seq_lens, page_tables, out, page_size, out_raw_indices=None):
+        stock_topk(scores, seq_lens, page_tables, out, page_size, out_raw_indices)
         ascending = scores[2, : int(seq_lens[2])].argsort()
         for place, entry in enumerate(ascending[:3].tolist()):  # the three least in the place of three chosen
             best = int(ascending[-1 - place])

@@ -85,6 +85,9 @@ def original_apply(self, layer, dispatch_output):
     return StandardCombineInput(dispatch_output.hidden_states * 2)
 
 
+Method.apply = adapter.replace_marlin_apply(original_apply)
+
+
 def engine_layer(recorded, inputs):
     config = SimpleNamespace(activation="silu", is_gated=True, gemm1_alpha=None, swiglu_limit=inputs.swiglu_limit)
     return SimpleNamespace(
@@ -138,9 +141,28 @@ def served(monkeypatch):
 
 
 def replaced(cutlass):
-    if cutlass:
-        return adapter.replace_cutlass_process(original_process), adapter.replace_cutlass_apply(original_apply)
-    return adapter.replace_marlin_process(original_process), adapter.replace_marlin_apply(original_apply)
+    """(process, apply) as the patch puts them in the class."""
+    make = adapter.replace_cutlass_apply if cutlass else adapter.replace_marlin_apply
+    Method.apply = make(original_apply)
+    process = adapter.replace_cutlass_process if cutlass else adapter.replace_marlin_process
+    return process(original_process), Method.apply
+
+
+def test_a_subclass_that_computes_itself_gets_the_weights_that_it_knows(served):
+    """Wherever it is defined: process is inherited, and ours would leave the weights as they were loaded."""
+
+    class Later(Method):
+        def apply(self, layer, dispatch_output):
+            return original_apply(self, layer, dispatch_output)
+
+    class Same(Method):
+        pass
+
+    process, _ = replaced(cutlass=True)
+    for kind, is_ours in ((Later, False), (Same, True)):
+        layer = engine_layer(RECORDED[4], engine_inputs(RECORDED[4]))
+        process(kind(cutlass=True), layer)
+        assert ("repacked" in layer.log) != is_ours and hasattr(layer, adapter.KEPT) == is_ours
 
 
 def test_prefill_is_compiled_once_for_all_layers_while_they_are_loaded(served, monkeypatch):

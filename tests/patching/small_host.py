@@ -4,12 +4,13 @@ from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters,
 from deepseek_v4_sm120.patching.engine import Engine
 from deepseek_v4_sm120.patching.known_files import KnownFiles
 from deepseek_v4_sm120.patching.ledger import Ledger
+from deepseek_v4_sm120.patching.reads import Reads
 from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import Patch, Table, Target
 from deepseek_v4_sm120.settings import Settings
 
 FUNCTION = "def f(**kwargs):\n    return kwargs['a'] + kwargs.get('b', 0)\n"
-NOTHING = KnownFiles()
+NOTHING, UNREAD = KnownFiles(), Reads()
 HOST = {
     "eng_host/__init__.py": "",
     "eng_host/_version.py": "__version__ = '1.2.0'\n",
@@ -63,13 +64,26 @@ def function_target(**changes):
     return Target(**{**given, **changes})
 
 
-def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING, **patch):
+def make(
+    *targets,
+    settings=None,
+    start=True,
+    supported=">=1,<2",
+    stand_ins=(),
+    known=NOTHING,
+    reviewed=(),
+    reads=UNREAD,
+    **patch,
+):
     patches = (Patch(name="job", why="test", targets=targets or (function_target(),), retire="never", **patch),)
-    return start_engine(patches, settings, start, supported=supported, stand_ins=stand_ins, known=known)
+    more = {"supported": supported, "stand_ins": stand_ins, "known": known, "reviewed": reviewed, "reads": reads}
+    return start_engine(patches, settings, start, **more)
 
 
-def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING):
-    ledger = Ledger({"1.2.0": {"eng_host.kernels:f": digest()}})
+def start_engine(
+    patches, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING, reviewed=(), reads=UNREAD
+):
+    ledger = Ledger({"1.2.0": {"eng_host.kernels:f": digest(), **dict(reviewed)}})
     table = Table(
         supported=supported,
         preflight="eng_host.main",
@@ -79,6 +93,7 @@ def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_i
         built_at="eng_host.model:Model.__init__",
         reviewed=lambda: ledger,
         known=lambda version: known,
+        reads=lambda: reads,
     )
     engine = Engine(table, host="eng_host", settings=settings or Settings())
     if start:

@@ -141,7 +141,7 @@ def test_functions_that_take_keys_are_plain_too():
 
 def test_an_alias_is_followed_to_its_function():
     read = reader(m="from n import g as f\n", n="def h(a, b): pass\ng = h\n")
-    assert contract.check("m:f", Parameters(("a", "b")), None, read).problem is None
+    assert contract.check("m:f", Parameters(("a", "b"), imported=True), None, read).problem is None
     loop = reader(m="f = g\ng = f\n")
     assert contract.check("m:f", Parameters(()), None, loop).problem == "m does not define f"
 
@@ -188,12 +188,44 @@ def test_methods_conditionals_and_the_last_binding():
 
 def test_follows_reexports_for_functions_only():
     read = reader(pkg="from .impl import g as f", pkg__impl="def g(a, b): pass")
-    assert contract.check("pkg:f", Parameters(("a", "b")), None, read).problem is None
+    imported = Parameters(("a", "b"), imported=True)
+    assert contract.check("pkg:f", imported, None, read).problem is None
     direct = contract.check("pkg.impl:g", Parameters(("a", "b")), None, read)
-    assert contract.check("pkg:f", Parameters(("a", "b")), None, read).digest == direct.digest
+    assert contract.check("pkg:f", imported, None, read).digest == direct.digest
     assert contract.check("pkg:f", Bound(), None, read).digest != direct.digest
     loop = reader(a="from b import f", b="from a import f")
     assert contract.check("a:f", Parameters(()), None, loop).problem == "a does not define f"
+
+
+@pytest.mark.parametrize(
+    ("source", "now"), [("from .impl import f", "pkg.impl:f"), ("def f_v2(a): pass\nf = f_v2", "pkg:f_v2")]
+)
+def test_a_function_that_was_moved_is_another_one(source, now):
+    """What is put in the old place serves those alone who look there."""
+    read = reader(pkg=source, pkg__impl="def f(a): pass")
+    problem = contract.check("pkg:f", Parameters(("a",)), None, read).problem
+    assert problem == f"f of pkg is {now} now, and who calls that has the original"
+    defined_here = reader(pkg="def f(a): pass")
+    assert contract.check("pkg:f", Parameters(("a",), imported=True), None, defined_here).problem is None
+
+
+BASE = "class C:\n  def f(self, x): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("below", "found"),
+    [
+        *(("class D(C):\n  def f(self, x): pass", "D"), ("if x:\n  class D(m.C):\n    async def f(self): pass", "D")),
+        ("class D(C): pass\nclass E(D):\n  def f(self, x): return self.f(x)", "E"),
+        *(("class D(C):\n  def g(self): pass", None), ("class D(Other):\n  def f(self): pass", None)),
+        ("class D(C):\n  def f(self, x): return super().f(x)", None),
+        *(("class D2(C):\n  def f(self, x): pass", None), ("class CHip(C):\n  def f(self, x): pass", None)),
+    ],
+)
+def test_a_subclass_with_a_method_of_its_own_is_not_served_by_ours(below, found):
+    expected = Parameters(("self", "x"), overridden_by=("D2",))
+    problem = contract.check("m:C.f", expected, None, reader(m=BASE + below)).problem
+    assert problem == (found and f"{found} has a f of its own, in which nothing is replaced")
 
 
 def test_caller_may_pass_only_what_is_known():

@@ -420,7 +420,7 @@ def test_stand_in(host):
     target = Target(
         where="flash_mla:get_mla_metadata",
         sglang="<1.5",
-        contract=Parameters(("*args", "**kwargs")),
+        contract=Parameters(("*args", "**kwargs"), imported=True),
         replacement="eng_ours:replace",
     )
     host(

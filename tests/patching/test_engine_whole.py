@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -11,9 +12,9 @@ import deepseek_v4_sm120
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import import_hook, profile, verdict
 from deepseek_v4_sm120.patching.contract import Parameters
-from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, READY
+from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, OFF, READY
 from deepseek_v4_sm120.patching.spec import Patch, PatchError
-from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.settings import Settings, read_choices
 from tests.patching.small_host import (
     BROKEN_HOSTS,
     FUNCTION,
@@ -351,3 +352,20 @@ def test_a_late_start_replaces_what_nobody_holds_and_refuses_what_somebody_does(
     gpu(True)
     with pytest.raises(PatchError, match="imported before our hook"):
         enter()
+
+
+def test_the_refusal_says_which_choices_start_the_server(host, said, gpu):
+    """Those that are made stay; what fits is not left out."""
+    host({"eng_host/kernels.py": "g = 1"})
+    patches = [
+        Patch(name="one", why="test", targets=(function_target(),), retire="never"),
+        Patch(name="two", why="test", targets=(function_target(**HEADS),), retire="never"),
+    ]
+    start_engine(patches, Settings(choices={"two": "on"}))
+    gpu(True)
+    with pytest.raises(PatchError) as refused:
+        enter()
+    (setting,) = re.findall(r"DSV4_SM120_ON_BROKEN=warn, or DSV4_SM120_SET=(\S+), to run", str(refused.value))
+    assert setting == "two=on,one=off"
+    engine = start_engine(patches, Settings(choices=read_choices(setting)), start=False)
+    assert states(engine) == [OFF, READY] and engine.survey() and engine.problems() == []

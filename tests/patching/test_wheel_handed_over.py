@@ -26,7 +26,7 @@ from deepseek_v4_sm120.sglang_patches.adapters import handed_over, mxfp4_moe, wo
 from deepseek_v4_sm120.sglang_patches.names import LOADER
 from deepseek_v4_sm120.sglang_patches.table import CUTLASS_EXPERTS
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
-from tests.adapters.test_mxfp4_moe import RECORDED, SMALL, Method, engine_inputs, engine_layer, served  # noqa: F401
+from tests.adapters.test_mxfp4_moe import RECORDED, SMALL, Method, engine_inputs, engine_layer, replaced, served  # noqa: F401
 from tests.adapters.wo_a_layer import GROUPS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear
 from tests.patching.test_wheel_wo_a import (
     LAYERS,
@@ -165,6 +165,7 @@ def method_of(version, patched):
     members |= {"patched": patched, "prefix": ""}
     members["_fp8"] = SimpleNamespace(process_weights_after_loading=lambda layer: None)
     members["process_weights_after_loading"] = mxfp4_moe.replace_cutlass_process(process) if patched else process
+    members["apply"] = mxfp4_moe.replace_cutlass_apply(lambda method, layer, given: given)
     return type(METHOD, (), members)()
 
 
@@ -334,7 +335,7 @@ def test_weights_of_ours_are_neither_saved_nor_sent(served):  # noqa: F811
     wo_a.store(model.wo_a, Expansion())
     assert look(exporter).startswith("wo_a: ") and "DSV4_SM120_SET=wo_a=off" in look(exporter)
     model.wo_a = torch.nn.Module()
-    process = mxfp4_moe.replace_marlin_process(lambda method, layer: None)
+    process, _ = replaced(cutlass=False)
     layer = engine_layer(RECORDED[0], engine_inputs(RECORDED[0]))
     process(Method(RECORDED[0].cutlass), layer)
     model.experts = torch.nn.Module()

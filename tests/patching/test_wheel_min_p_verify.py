@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches.adapters import sampling
+from deepseek_v4_sm120.sglang_patches.fixes import min_p_verify
 from deepseek_v4_sm120.sglang_patches.fixes.min_p_verify import replace_eagle_sample, replace_verify
 from tests.patching.test_wheel_sampling import DRAFTS, EAGLE, GREEDY, SAMPLES, WIDTH, eagle_sample_of, verified, walk
 from tests.patching.wheels import content, every_release, fetch, since
@@ -78,6 +79,16 @@ def test_the_next_batch_knows_nothing_of_this_one():
     with pytest.raises(OSError, match="no kernel"):
         kernel(target_probs=probs)
     assert torch.equal(probs, before)
+
+
+def test_a_later_release_that_calls_it_otherwise_verifies_as_without_us(monkeypatch):
+    told, seen = [], []
+    monkeypatch.setattr(min_p_verify.report, "warn_once", told.append)
+    kernel = replace_verify(lambda *args, **given: seen.append((args, given)))
+    monkeypatch.setattr(min_p_verify.of_batch, "min_ps", torch.ones(3))
+    kernel("probabilities", other=1)
+    assert seen == [(("probabilities",), {"other": 1})]
+    assert told == ["min_p is ignored where drafts are verified: SGLang gives <lambda> no target_probs"]
 
 
 def test_beside_a_reproducible_server():

@@ -19,7 +19,7 @@ from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, STRUCTURE, TEXT, Speculation, advise
 from deepseek_v4_sm120.patching import profile
-from deepseek_v4_sm120.patching.sources import Sources, package_version
+from deepseek_v4_sm120.patching.sources import Sources, package_version, tells_release
 from deepseek_v4_sm120.patching.steering import Steering
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
@@ -64,8 +64,9 @@ def request_of(arguments: argparse.Namespace) -> Request:
     server would start."""
     if problem := Steering(TABLE.defaults, settings(), lambda versions: True, TABLE.operators).problem():
         raise CommandError(problem)
-    given = arguments.sglang
-    sglang = given if given is not None else package_version("sglang", Sources()) or DEFAULT_SGLANG
+    found = package_version("sglang", Sources())
+    given, is_untold = arguments.sglang, found is not None and not tells_release(found)
+    sglang = given if given is not None else DEFAULT_SGLANG if found is None or is_untold else found
     if not VERSION.fullmatch(sglang):
         raise CommandError(f"--sglang must be a version like {DEFAULT_SGLANG}, got {sglang!r}")
     sglang = sglang.removeprefix("v")
@@ -75,7 +76,9 @@ def request_of(arguments: argparse.Namespace) -> Request:
     choices = settings().choices
     switched_off = tuple(op for op in OPS if choices.get(op) == "off")
     measured = _profile(settings().profile if arguments.profile is None else arguments.profile, sglang)
+    untold = f"SGLang's version here, {found}, names no release: {DEFAULT_SGLANG}'s sizes, or say --sglang"
     told = (measured.outdated, measured.of_other_cards(gpus), measured.of_fewer_shapes())
+    told += (untold,) if given is None and is_untold else ()
     replaced = [op for op in OPS if op not in switched_off and measured.against(op) is None]
     request = Request(
         model=models.find(arguments.model, arguments.experts),

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -44,6 +45,7 @@ PAGE = 64
 SHARED_PAGES = 4  # rows_per_request where rows of a request are adjacent: any number above 1 says so
 
 
+OF_SELECTION, BEHIND = 5, frozenset(("metadata", "out_raw_indices"))  # a top-k's arguments: so many, and these
 _forward = Scope()  # forward_c4_indexer, of an indexer whose logits may be deferred
 
 
@@ -117,16 +119,20 @@ def replace_logits(original: Callable) -> Callable:
 def replace_topk(original: Callable) -> Callable:
     """For topk_transform_*(scores, seq_lens, page_tables, out, page_size, ...): fills out, and raw indices if given.
 
-    The version 2 functions have a plan before the raw indices; ours needs none.
+    The version 2 functions have a plan before the raw indices; ours needs none. What else one takes may mean anything.
     """
     serve = _serve_beside(original) if settings().shadow else _serve
+    positional, *_, by_name, _, _ = inspect.getfullargspec(original)
+    is_known = BEHIND.issuperset((*positional[OF_SELECTION:], *by_name))
+    if not is_known:
+        report.warn_once(f"{PATCH}: {original.__name__} of this SGLang takes more than we know; its own top-k runs")
 
     @functools.wraps(original)
     def topk_transform(scores, seq_lens, page_tables, out_page_indices, page_size, *rest, **kwargs):
         given = (seq_lens, page_tables, out_page_indices, page_size)
         if not isinstance(scores, Deferred):
             return original(scores, *given, *rest, **kwargs)
-        if not takes_selection(*given):
+        if not (is_known and takes_selection(*given)):
             return original(scores.run(), *given, *rest, **kwargs)
         return serve(scores, *given, *rest, **kwargs)
 

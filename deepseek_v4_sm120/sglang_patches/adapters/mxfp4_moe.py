@@ -108,6 +108,7 @@ def keeps(method, layer) -> bool:
         and getattr(layer, "w13_weight_bias", None) is None
         and getattr(layer, "w2_weight_bias", None) is None
         and type(layer.dispatcher).__name__ == "StandardDispatcher"
+        and getattr(type(method).apply, "computes", None) == KEPT  # of a subclass with one of its own: repacked weights
         and not handed_over.are_sglangs(PATCH)
     )
 
@@ -300,6 +301,7 @@ def _replace_apply(original: Callable, relative_l2: float) -> Callable:
             return original(self, layer, dispatch_output)
         return serve(self, layer, dispatch_output)
 
+    apply.computes = KEPT
     return apply
 
 

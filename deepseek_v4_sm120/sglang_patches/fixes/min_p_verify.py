@@ -15,7 +15,10 @@ from collections.abc import Callable
 
 import torch
 
+from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches.scope import is_ours
+
+PROBS = "target_probs"  # the keyword
 
 
 class OfBatch:
@@ -45,15 +48,18 @@ def replace_eagle_sample(original: Callable) -> Callable:
 
 def replace_verify(original: Callable | None) -> Callable | None:
     """For tree_speculative_sampling_target_only and chain_speculative_sampling_triton(.., target_probs [requests,
-    width, vocabulary] float32, ..). None, where the machine has no such kernel, stays None."""
+    width, vocabulary] float32, ..). None, where the machine has no such kernel, stays None. A later release may call it
+    otherwise: then a min_p is ignored as without us, and the log says so."""
     if original is None:
         return None
 
     @functools.wraps(original)
-    def verify(*args, target_probs, **kwargs):
-        if of_batch.min_ps is not None:
-            keep_min_p(target_probs, of_batch.min_ps)
-        return original(*args, target_probs=target_probs, **kwargs)
+    def verify(*args, **kwargs):
+        if of_batch.min_ps is not None and PROBS in kwargs:
+            keep_min_p(kwargs[PROBS], of_batch.min_ps)
+        elif of_batch.min_ps is not None:
+            report.warn_once(f"min_p is ignored where drafts are verified: SGLang gives {original.__name__} no {PROBS}")
+        return original(*args, **kwargs)
 
     return verify
 

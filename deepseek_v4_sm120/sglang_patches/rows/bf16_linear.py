@@ -5,7 +5,7 @@ from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import EXTENSION, INDEXER, targets_of
 
 COMPRESSORS_PRODUCT = "sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32"
-PRODUCT = Parameters(("x", "y"), further="any")
+PRODUCT = Parameters(("x", "y"), further="any", imported=True)
 _projection = targets_of("bf16_linear")
 
 BF16_LINEAR = Patch(

@@ -28,7 +28,7 @@ DSPARK_LENGTHS = Patch(
             ">=0.5.16,<0.5.24",  # who reads them is outside of the definition: read and run release by release
         ),
     ),
-    absent="before 0.5.16 there is no DSPARK",
+    absent="before 0.5.16 there is no DSPARK, and who reads them was read up to 0.5.23",
     retire="when SGLang does not ask for them",
 )
 

@@ -255,7 +255,7 @@ WHOLE_CHARACTERS = Patch(
     name="whole_characters",
     why="where a step of several tokens ends within a character, less is counted as told than was told: text of an "
     "answer is told twice, Chinese with emoji above all",
-    targets=(targets_of_fix("whole_characters")(FIND_PRINTABLE, "printable", Parameters(("text",))),),
+    targets=(targets_of_fix("whole_characters")(FIND_PRINTABLE, "printable", Parameters(("text",), imported=True)),),
     retire="when SGLang never counts less as told than it has told",
 )
 

@@ -42,6 +42,8 @@ HEAD_PARAMETERS = Parameters(("x", "hc_fn", "hc_scale", "hc_base", "norm_eps", "
 MODEL_HEAD_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base"))
 
 
+STEPS = ("DeepseekV4MultiStepBackend",)  # of drafts: no prompts
+
 _target, _sum = targets_of("mhc"), targets_of("mhc_sum")
 _in_graphs = targets_of("halves_in_graphs")
 LAYER_FORWARD = Parameters(("self",), further="any")
@@ -49,6 +51,7 @@ MODEL_FORWARD = f"{MODEL}:DeepseekV4Model.forward"
 MODEL_FORWARD_PARAMETERS = Parameters(
     ("self", "input_ids", "positions", "forward_batch", "input_embeds", "pp_proxy_tensors=None")
 )
+OF_EMBEDDING = Parameters(("self", "input_"), overridden_by=("ParallelLMHead",))
 EMBEDDING = "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding.forward"
 
 MHC = Patch(
@@ -85,7 +88,7 @@ DEALT_STREAMS = Patch(
     "and memory are divided by the cards",
     targets=(  # behind mhc's, which these wrap
         _dealt(MODEL_FORWARD, "model_forward", MODEL_FORWARD_PARAMETERS, ">=0.5.13,<0.6"),
-        _dealt(EMBEDDING, "embedding_forward", Parameters(("self", "input_")), ">=0.5.13,<0.6"),
+        _dealt(EMBEDDING, "embedding_forward", OF_EMBEDDING, ">=0.5.13,<0.6"),
         _dealt(f"{OLD_KERNELS}.mhc:{FUSED}", "fused_post_pre", FUSED_PARAMETERS, ">=0.5.13,<0.5.16"),
         _dealt(f"{KERNELS}.mhc:{FUSED}", "fused_post_pre", FUSED_PARAMETERS, ">=0.5.16,<0.6"),
         _dealt(f"{LAYER}.hc_pre", "hc_pre", OLD_PRE_PARAMETERS, ">=0.5.13,<0.5.14"),
@@ -108,20 +111,22 @@ PROMPTS_IN_HALVES = Patch(
         targets_of("prompts_in_halves")(
             f"{BACKEND}:DeepseekV4AttnBackend.init_forward_metadata",
             "init_forward_metadata",
-            Parameters(("self", "forward_batch")),
+            Parameters(("self", "forward_batch"), overridden_by=STEPS),
             ">=0.5.14,<0.6",
         ),
         targets_of("prompts_in_halves")(MODEL_FORWARD, "model_forward", MODEL_FORWARD_PARAMETERS, ">=0.5.14,<0.6"),
         _in_graphs(
             f"{BACKEND}:DeepseekV4AttnBackend.init_forward_metadata_for_breakable_cuda_graph_capture",
             "init_for_capture",
-            Parameters(("self", "forward_batch")),
+            Parameters(("self", "forward_batch"), overridden_by=STEPS),
             ">=0.5.23,<0.6",
         ),
         _in_graphs(
             f"{BACKEND}:DeepseekV4AttnBackend.prepare_forward_metadata_for_breakable_cuda_graph_replay",
             "init_for_replay",
-            Parameters(("self", "capture_metadata", "forward_batch", "*", "static_forward_batch=None")),
+            Parameters(
+                ("self", "capture_metadata", "forward_batch", "*", "static_forward_batch=None"), overridden_by=STEPS
+            ),
             ">=0.5.23,<0.6",
         ),
         _in_graphs(

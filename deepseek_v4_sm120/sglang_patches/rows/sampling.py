@@ -98,6 +98,7 @@ PENALTIES = Patch(
             COUNTING,
         ),
     ),
+    only_read=True,
     absent="0.5.12 and 0.5.13 count at several places",
     retire="when SGLang counts each token once, and applies penalties in one order",
 )
@@ -130,6 +131,7 @@ PROMPT_LOGPROBS = Patch(
             COUNTING,
         ),
     ),
+    only_read=True,
     absent="0.5.12 and 0.5.13 were not looked at",
     retire="when SGLang counts those that it passes over",
 )

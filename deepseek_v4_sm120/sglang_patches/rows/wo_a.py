@@ -38,7 +38,7 @@ WO_A = Patch(
         _target(f"{ATTENTION}.__init__", "init", INIT_PARAMETERS),
         _target(LOAD_WEIGHTS, "load_weights", Parameters(("self", "weights", "is_nextn=..."))),
         _target(EXPANSION, "expansion", Parameters(("weights",), is_generator=True), ">=0.5.17,<0.6"),
-        _target(ROPE, "rope", Parameters(("q", "k", "freqs_cis", "positions", "inverse=False"))),
+        _target(ROPE, "rope", Parameters(("q", "k", "freqs_cis", "positions", "inverse=False"), imported=True)),
         _target(f"{ATTENTION}.forward", "forward", Parameters(("self",), further="any")),
     ),
     needs=(EXTENSION,),
