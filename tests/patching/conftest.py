@@ -163,6 +163,9 @@ SCHEDULE_POLICY = """
 class PrefillAdder:
     def preempt_to_schedule(self, req, server_args):
         return False
+
+    def add_chunked_req(self, req):
+        return None
 """
 PENALTY_LIBRARY = """
 class BatchedPenalizerOrchestrator:

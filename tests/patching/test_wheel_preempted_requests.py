@@ -2,16 +2,19 @@
 where its scheduler puts them back."""
 
 import ast
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from deepseek_v4_sm120.sglang_patches.fixes import preempted_requests as fix
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, SCHEDULER
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import SWA_BUDGET as BUDGET
 from tests.patching.test_wheel_wo_a import definition, take
 from tests.patching.wheels import every_release, since
 
 MENDED = "0.5.22"
+BUDGETS = "0.5.21"  # a class of their own for what the windows leave
 POLICY, SCHEDULERS = ADDER.partition(":")[0], SCHEDULER.partition(":")[0]
 
 
@@ -51,9 +54,14 @@ class Batch:
         self.reqs = [self.reqs[at] for at in keep_indices]
 
 
+class Adder(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def adder_of(running):
-    return SimpleNamespace(
+    return Adder(
         running_batch=Batch(running),
+        new_chunked_req=None,
         preempt_list=[],
         priority_scheduling_preemption_threshold=0,
         rem_total_tokens=0,
@@ -119,6 +127,104 @@ def test_nobody_gives_way(monkeypatch):
     adder.running_batch = Batch(given[::-1])
     assert fix.replace_preempt(all_of_them)(adder, None) is True
     assert adder.preempt_list == given and fix._asked == [], "another's model is left alone"
+
+
+# ---- beside a prompt that is read in chunks
+
+PAGE, CHUNK = 16, 64
+
+
+class Prompt(Request):
+    """One that is read in chunks; so far nothing of it is read."""
+
+    extend_len = property(lambda self: self.extend_end - self.prefix_len)
+
+    def set_extend_range(self, start, end):
+        self.extend_range = SimpleNamespace(length=end - start)
+
+    def set_extend_input_len(self, length):
+        self.extend_input_len = length
+
+    def __init__(self, tokens):
+        super().__init__("the prompt", 0)
+        self.full_untruncated_fill_ids = self.fill_ids = [0] * tokens
+        self.extend_input_len, self.retracted_stain = tokens, False
+
+
+class Budget:
+    """0.5.21 and later: what the windows leave, by that release's own class."""
+
+    def __init__(self, wheel, room):
+        self.allocator, self.page_size, self.req_ring, self.total_offset = None, PAGE, False, 0
+        self.remaining_total, self.remaining_swa = 1000, room
+        names = f"{BUDGET.partition(':')[2]}.available_chunk_tokens"
+        self.available_chunk_tokens = take(wheel, {}, names, BUDGET.partition(":")[0]).__get__(self)
+
+    def fit_chunk(self, *, chunk_limit, **_):
+        return chunk_limit
+
+
+def read_on(wheel, version, room, tokens, *, ours):
+    """An adder whose scheduler has asked for a next chunk of a prompt with so many tokens left, and the windows' room;
+    another one has the only place -> the adder, whether the other one gives way to a third."""
+    adder = adder_of([Request("request 0", 1)])
+    nothing = ("prefill_delayer_single_pass", "chunked_req_limit", "kv_shard_granule", "dllm_config")
+    zero = ("_update_prefill_budget", "_mamba_gap_budget_for_req", "_swa_new_tokens", "_request_slot_reserve_for_req")
+    sizes = {"rem_chunk_tokens": CHUNK, "rem_total_tokens": 1000, "rem_swa_tokens": room, "page_size": PAGE}
+    of_windows = {"is_hybrid_swa": True, "_swa_req_ring": False, "exact_chunk_fill": True, "can_run_list": []}
+    functions = {"floor_chunked_tokens": lambda tokens, _: tokens, "_kv_shard_reserve_scratch": lambda **_: True}
+    functions |= dict.fromkeys(zero, lambda *_, **__: 0)
+    vars(adder).update(dict.fromkeys(nothing), **sizes, **of_windows, **functions)
+    if since(version, BUDGETS):
+        adder.memory_budget = Budget(wheel, room)
+    own = f"{ADDER.partition(':')[2]}."
+    add = take(wheel, {"CLIP_MAX_NEW_TOKENS": 4096}, f"{own}add_chunked_req", POLICY)
+    schedule = SimpleNamespace(schedule_low_priority_values_first=False)
+    give = take(wheel, {"get_schedule": lambda: schedule}, f"{own}preempt_to_schedule", POLICY)
+    if ours:
+        add, give = fix.replace_add_chunk(add), fix.replace_preempt(give)
+    add(adder, Prompt(tokens))
+    arguments = ast.unparse(definition(wheel, f"{own}preempt_to_schedule", POLICY).args)
+    given = (Request("urgent", 0, priority=9), *([schedule] if "server_args" in arguments else []))
+    return adder, give(adder, *given)
+
+
+@every_release()
+def test_nobody_gives_way_beside_a_prompt_that_waits_for_its_next_chunk(version, sglang_wheel):
+    wheel = sglang_wheel(version)
+    stock, gives_way = read_on(wheel, version, PAGE, 200, ours=False)
+    assert gives_way and not stock.can_run_list and len(stock.preempt_list) == 1, "so in SGLang alone"
+    adder, gives_way = read_on(wheel, version, PAGE, 200, ours=True)
+    assert not gives_way and not adder.preempt_list and not adder.running_batch.freed
+    assert read_on(wheel, version, 3 * CHUNK, CHUNK, ours=True)[1], "its last chunk is read"
+    fix.is_ours = lambda: False
+    assert read_on(wheel, version, PAGE, 200, ours=True)[1], "another's model is left alone"
+
+
+@every_release()
+def test_nobody_gives_way_beside_a_chunk_that_the_windows_have_cut(version, sglang_wheel):
+    wheel = sglang_wheel(version)
+    adder, gives_way = read_on(wheel, version, PAGE + CHUNK // 2, 200, ours=True)
+    assert len(adder.can_run_list) == 1 and not gives_way
+    assert read_on(wheel, version, PAGE + CHUNK // 2, 200, ours=False)[1]
+
+
+@every_release()
+def test_nobody_gives_way_behind_a_prompt_of_the_pass_that_was_cut(version, sglang_wheel):
+    adder = adder_of([Request("request 0", 1)])
+    adder.new_chunked_req = Prompt(200)
+    assert fix.replace_preempt(lambda *_: pytest.fail("asked"))(adder, Request("urgent", 0, priority=9)) is False
+
+
+@every_release()
+def test_which_releases_count_a_chunk_that_did_not_run_and_cut_two_prompts(version, sglang_wheel):
+    wheel = sglang_wheel(version)
+    text = ast.unparse(definition(wheel, SCHEDULER.partition(":")[2] + "._get_new_batch_prefill_raw", SCHEDULERS))
+    counted = "inflight_middle_chunks" if since(version, "0.5.13") else "is_chunked"
+    assert re.search(rf"if self\.chunked_req is not None:\s+self\.chunked_req\.{counted} \+= 1", text)
+    assert re.search(r"if adder\.new_chunked_req is not None:\s+assert self\.chunked_req is None", text)
+    adder = ast.unparse(definition(wheel, ADDER.partition(":")[2], POLICY))
+    assert "self.new_chunked_req = req" in adder and "if self.new_chunked_req" not in adder
 
 
 # ---- back into the queue

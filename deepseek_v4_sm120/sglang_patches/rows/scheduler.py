@@ -131,9 +131,12 @@ GRAMMAR_ENDS = Patch(
 PREEMPTED_REQUESTS = Patch(
     name="preempted_requests",
     why="with --enable-priority-scheduling requests that give way are put back in the order of a set, another on each "
-    "card, whose schedulers may then wait for each other; up to 0.5.21 they are lost where nobody is let in after all",
+    "card, whose schedulers may then wait for each other; up to 0.5.21 they are lost where nobody is let in after all. "
+    "And who is let in for them beside a prompt that is read in chunks, where the sliding windows are short of room, "
+    "costs that prompt's answer its first token, or the prompt all but its first chunk, or ends the server",
     targets=(
         _preempted(f"{ADDER}.preempt_to_schedule", "preempt", Parameters(("self", "req"), further="any")),
+        _preempted(f"{ADDER}.add_chunked_req", "add_chunk", Parameters(("self", "req"))),
         _preempted(
             f"{SCHEDULER}._get_new_batch_prefill_raw",
             "next_prompts",
