@@ -423,7 +423,7 @@ OBJECTS = {
 OURS = {
     "*": {"settings()", "original", "kept", "engine", "engine.steering", "function"},
     "all_reduce": {"asked", "communicator", "communicator.sums", "found", "place", "places[0]", "verdict"},
-    "argument_defaults": {"c", "engine.profile", "found.hf_config", "engine.steering.outcome('reproducible')"},
+    "argument_defaults": {"c", "v", "engine.profile", "found.hf_config", "engine.steering.outcome('reproducible')"},
     "bf16_linear_dealt": {"communicator", "communicator.product_tags", "group"},
     "prompt_passes": {"communicator"},
     "compressor": {"layout"},
@@ -435,8 +435,7 @@ OURS = {
     "index_select_dealt": {"_prompt"},
     "mhc": {"x"},
     "mhc_dealt_streams": {"_pass", "_pass.layer", "f", "shares"},
-    "mhc_owed_sum": {"x"},
-    "mhc_owed_terms": {"x"},
+    **dict.fromkeys(("mhc_owed_sum", "mhc_owed_terms"), {"x"}),
     "mhc_sum": {"ours", "ours.sums"},
     "min_p_verify": {"of_batch"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours", "routed", "type(method).apply"},
@@ -472,7 +471,7 @@ OURS = {
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {
         *("FORWARD", "expanded", "given", "groups", "groups.stored", "load", "parameter", "rotation", "signature"),
-        *("stored", "weight"),
+        *("layer.quant_method", "param", "stored", "weight"),
     },
 }
 OF_TENSORS_AND_OTHERS = {name for one in (torch.Tensor, dict, list, str, set) for name in dir(one)} | {"__name__"}

@@ -62,7 +62,7 @@ def expected(version: str) -> dict[str, str]:
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     found["grammar_ends"] = scheduler.GRAMMAR_ENDS.targets[since(version, "0.5.16")].module
-    found["preempted_requests"] = scheduler.PREEMPTED_REQUESTS.targets[not since(version, "0.5.22")].module
+    found["preempted_requests"] = scheduler.PREEMPTED_REQUESTS.targets[-1 + since(version, "0.5.22")].module
     found |= {} if since(version, "0.5.15") else {"shared_beginnings": scheduler.SWA_CACHE.partition(":")[0]}
     copies = scheduler.FENCED_COPIES.targets[3 + since(version, "0.5.18")].where
     ours = http_rows.expected(version) | (SINCE_0_5_23 if since(version, "0.5.23") else {"fenced_copies": copies})

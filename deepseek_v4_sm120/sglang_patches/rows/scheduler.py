@@ -172,7 +172,7 @@ FREED_WINDOWS = Patch(
         targets_of_fix("freed_windows")(
             "sglang.srt.mem_cache.allocator.swa:SWATokenToKVPoolAllocator.free_swa",
             "free_swa",
-            Parameters(("self", "free_index")),
+            Parameters(("self", "free_index"), overridden_by=("PureSWATokenToKVPoolAllocator",)),
             ">=0.5.18,<0.5.19",
         ),
     ),
