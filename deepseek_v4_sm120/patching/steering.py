@@ -17,6 +17,7 @@ from deepseek_v4_sm120.settings import NO, Settings
 ON, OFF, USER, NOT_APPLICABLE = "ON", "OFF", "USER'S OWN", "NOT APPLICABLE"
 HANDOVER = "_DSV4_SM120_CHILD_ENVIRONMENT"  # JSON that a patched parent leaves for its children; no setting of users
 BY_DEFAULT, NOT_BY_DEFAULT = "by default", "not by default"  # reasons
+MISSING = object()  # a server argument that the host does not have
 AT_HOST_DEFAULT = (None, "auto")  # values of a server argument that nobody chose
 
 
@@ -134,6 +135,9 @@ class Steering:
                 if (found := argument(name, value)) != value:
                     outcome.state, outcome.reason = OFF, f"not by default with {flag(name)} {found}"
                     continue
+            if missing := [flag(name) for name in row.arguments if argument(name, MISSING) is MISSING]:
+                outcome.state, outcome.reason = NOT_APPLICABLE, f"this SGLang has no {', '.join(missing)}"
+                continue
             self._apply_row(row, outcome, environ, handover, argument, set_argument)
         if handover:
             environ[HANDOVER] = json.dumps(handover)

@@ -1,5 +1,6 @@
 """The table's settings: who decides, what is written, what children inherit. No SGLang here."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -38,6 +39,15 @@ def test_defaults():
     states = apply(steering(environ), environ, arguments)
     assert states == {"safe": ON, "risky": OFF, "count": ON, "later": NOT_APPLICABLE}
     assert environ == {"STOCK_A": "0", HANDOVER: json.dumps({"STOCK_A": "0"})} and arguments == {"steps": 8}
+
+
+@pytest.mark.parametrize("choices", [{}, {"count": "on"}])
+def test_an_argument_that_a_later_sglang_has_under_another_name_ends_no_start(choices):
+    environ, arguments, made = {}, {"steps_between": None}, steering({}, **choices)
+    server_args = SimpleNamespace(**arguments)
+    made.apply(environ, functools.partial(getattr, server_args), functools.partial(setattr, server_args))
+    assert made.outcome("count").state == NOT_APPLICABLE and made.outcome("safe").state == ON
+    assert made.outcome("count").reason == "this SGLang has no --steps" and vars(server_args) == arguments
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
