@@ -11,7 +11,7 @@ SEEDS = "2"
 
 def test_every_slot_holds_what_its_readers_take_it_for():
     """Prompts in chunks, prefixes, drafts, ends, aborts, retraction, pauses, flushes; and each fault that is put into
-    0.5.23, or into what is known of a pass, is seen."""
+    0.5.23, or into what is known of a pass, is seen, as is the one that `preempted_requests` mends."""
     line = [sys.executable, "-m", "tests.patching.slots_random_load", "0.5.23", SEEDS]
     done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -19,7 +19,7 @@ def test_every_slot_holds_what_its_readers_take_it_for():
     assert {name: found["wrong"] for name, found in loaded["cases"].items() if found["wrong"]} == {}
     for name, found in loaded["cases"].items():
         assert found["seen"]["answered"] > 20 and found["seen"]["aborted"] > 0, name
-        assert found["seen"].get("cached", 0) > 0 or name == "no prefix cache", name
+        assert found["seen"].get("cached", 0) > 0 or name in ("no prefix cache", "priorities"), name
     assert sum(found["seen"].get("retracted", 0) for found in loaded["cases"].values()) > 0
     assert [name for name, wrong in loaded["wrong ones"].items() if wrong is None] == []
-    assert len(loaded["wrong ones"]) == 4
+    assert len(loaded["wrong ones"]) == 5
