@@ -7,6 +7,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 SEEDS = "2"
+SEEN = ("Wrong", "AssertionError")  # by us, by SGLang: what else ends a run is a program that is wrong itself
 
 
 def test_every_slot_holds_what_its_readers_take_it_for():
@@ -21,5 +22,6 @@ def test_every_slot_holds_what_its_readers_take_it_for():
         assert found["seen"]["answered"] > 20 and found["seen"]["aborted"] > 0, name
         assert found["seen"].get("cached", 0) > 0 or name in ("no prefix cache", "priorities"), name
     assert sum(found["seen"].get("retracted", 0) for found in loaded["cases"].values()) > 0
-    assert [name for name, wrong in loaded["wrong ones"].items() if wrong is None] == []
+    seen = {name: (wrong or "").partition(": ")[2].partition(" ")[0] for name, wrong in loaded["wrong ones"].items()}
+    assert {name: kind for name, kind in seen.items() if kind not in SEEN} == {}
     assert len(loaded["wrong ones"]) == 5
