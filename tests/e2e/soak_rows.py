@@ -12,13 +12,14 @@ import math
 import statistics
 from collections import Counter
 
+STOCK = "stock"  # a peer: without bars
 IMPLEMENTATIONS = {
     "plain": "ours, as shipped",
     "reproducible": "ours, reproducible",
     "eagle314": "ours, reproducible, EAGLE 3/1/4",
     "eagle": "ours, as shipped, EAGLE 3/1/4",
     "tp2": "ours, reproducible, two cards",
-    "stock": "SGLang stock",
+    STOCK: "SGLang stock",
 }
 ISSUE = 23
 SURE = 2.0  # standard errors
@@ -118,12 +119,11 @@ def more(calls: list, what: str) -> float | None:
 
 def server_rows(row, name: str, calls: list) -> list:
     """calls: what each soak_stage has of this server."""
-    rows = []
+    rows, ours = [], name != STOCK
 
     def add(metric, value, bar=None):
-        rows.append(row(f"soak, {name}", IMPLEMENTATIONS[name], metric, value, bar, ISSUE))
+        rows.append(row(f"soak, {name}", IMPLEMENTATIONS[name], metric, value, bar if ours else None, ISSUE))
 
-    ours = name != "stock"
     problems = [call["problem"] for call in calls if call["problem"]]
     add("calls that broke", len(problems), 0)
     for problem in problems[:FIRST_FAULTS]:
@@ -162,7 +162,7 @@ def server_rows(row, name: str, calls: list) -> list:
     throughput_rows(add, [load["buckets"] for load in loads])
     for what, bar in {**MORE_BARS, **dict.fromkeys(REPORTED)}.items():
         add(f"{what}, after less before", more(calls, what), bar)
-    compile_rows(add, calls, ours)
+    compile_rows(add, calls)
     return rows
 
 
@@ -189,15 +189,15 @@ def differ_between(digests: list) -> int:
     return sum(digest != digests[0] for digest in digests if digest)
 
 
-def compile_rows(add, calls: list, ours: bool) -> None:
+def compile_rows(add, calls: list) -> None:
     """compiles: [seconds into the load, name, ours, did it compile, seconds]; None: nobody listened."""
     heard = [call["compiles"] for call in calls]
     if any(found is None for found in heard):
-        add("kernels of ours that Triton compiled under load", None, 0 if ours else None)
+        add("kernels of ours that Triton compiled under load", None, 0)
         return
     every = [one for found in heard for one in found]
     for what, chosen, bar in (
-        ("kernels of ours that Triton compiled under load", [c for c in every if c[2] and c[3]], 0 if ours else None),
+        ("kernels of ours that Triton compiled under load", [c for c in every if c[2] and c[3]], 0),
         ("kernels of ours that Triton loaded under load", [c for c in every if c[2] and not c[3]], None),
         ("kernels of SGLang's that Triton compiled under load", [c for c in every if not c[2] and c[3]], None),
         ("kernels of SGLang's that Triton loaded under load", [c for c in every if not c[2] and not c[3]], None),
@@ -210,13 +210,13 @@ def compile_rows(add, calls: list, ours: bool) -> None:
 
 
 def card_rows(row, cards: dict) -> list:
-    """{card: {what of it is known: a series of each call}}"""
+    """{(card, does stock have a server there): {what of it is known: a series of each call}}"""
     rows = []
-    for card, known in sorted(cards.items()):
-        case = f"soak, card {card}, all servers"
+    for (card, has_stock), known in sorted(cards.items()):
+        case, impl = f"soak, card {card}, all servers", "all servers of a call" + ", stock's too" * has_stock
 
-        def add(metric, value, bar=None, case=case):
-            rows.append(row(case, "all servers of a call", metric, value, bar, ISSUE))
+        def add(metric, value, bar=None, case=case, impl=impl, judged=not has_stock):
+            rows.append(row(case, impl, metric, value, bar if judged else None, ISSUE))
 
         for what, calls in known.items():
             slope_rows(add, what, calls)
@@ -243,7 +243,7 @@ def rows(row, soaks: list) -> list:
     for soak in soaks:
         for card in soak["cards"]:
             for what, series in of_card(card, soak).items():
-                cards.setdefault(card, {}).setdefault(what, []).append(series)
+                cards.setdefault((card, STOCK in soak["servers"]), {}).setdefault(what, []).append(series)
     if soaks and not cards:
-        cards = {"unknown": {DRIVERS: [[]]}}  # nobody looked: a bar that is missed
+        cards = {("unknown", False): {DRIVERS: [[]]}}  # nobody looked: a bar that is missed
     return found + card_rows(row, cards)

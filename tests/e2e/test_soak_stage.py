@@ -144,8 +144,17 @@ def soaked(tmp_path_factory):
     kept |= {"PYTHONPATH": str(folder / "site"), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(line, env=kept, capture_output=True, text=True, timeout=300)
     found = json.loads((folder / "out/stage_soak.json").read_text())
-    rows = {(r["case"].split(", ")[1], r["metric"]): r for r in collect.collect([found], None)["rows"]}
-    return done, rows, found
+    return done, rows_of(found), found
+
+
+def rows_of(found):
+    return {(r["case"].split(", ")[1], r["metric"]): r for r in collect.collect([found], None)["rows"]}
+
+
+def without_stock(found):
+    soak = found["soak"]
+    ours = {name: server for name, server in soak["servers"].items() if name != soak_rows.STOCK}
+    return found | {"soak": soak | {"servers": ours}}
 
 
 def unmet(rows, server):
@@ -184,7 +193,9 @@ def test_answers_that_change_are_found(soaked):
     assert "marker answers under load that differ" in unmet(rows, "eagle314"), done.stdout
     assert rows["eagle314", "marker answers, alone, that differ"]["met"] is True
     assert any(of == "eagle314" and "marker that differs: prompt of" in metric for of, metric in rows)
-    assert "faults" in unmet(rows, "stock")
+    assert rows["stock", "faults"]["value"] > 0 and all(
+        row["bar"] is None for (of, _), row in rows.items() if of == "stock"
+    )
     assert any(f"{soak_load.FEWEST_NEW - 1} tokens where" in metric for of, metric in rows if of == "stock")
 
 
@@ -197,13 +208,16 @@ def test_a_server_that_dies_is_found_and_the_others_go_on(soaked):
 def test_a_card_that_fills_is_found(soaked):
     _, rows, found = soaked
     assert found["soak"]["cards"].keys() == {"0", "1"}
-    assert rows["card 0", "memory of the card, MiB an hour of which one is sure"]["met"] is False
-    assert rows["card 1", "memory of the card, MiB an hour of which one is sure"]["met"] is True
+    metric = "memory of the card, MiB an hour of which one is sure"
+    assert [rows[f"card {card}", metric]["met"] for card in "01"] == [None, None]  # stock is on both, too
+    rows = rows_of(without_stock(found))
+    assert [rows[f"card {card}", metric]["met"] for card in "01"] == [False, True]
 
 
 def test_whose_the_memory_of_a_card_is(soaked):
     """Of card 0 torch holds more and more; of card 1 as much as before, and nobody else either."""
-    _, rows, found = soaked
+    found = without_stock(soaked[2])
+    rows = rows_of(found)
     slopes = {card: rows[f"card {card}", "reserved by torch, MiB an hour"]["value"] for card in "01"}
     assert slopes["0"] > 100_000 and abs(slopes["1"]) < 1
     assert rows["card 0", "reserved by torch, end less beginning, MiB"]["value"] > 100
@@ -464,10 +478,12 @@ def test_each_bar_is_missed_by_one(where, value, missed):
         assert missed_by(made_call(), call) == missed == missed_by(call, made_call())
 
 
-def test_what_is_not_shown_is_not_demanded_and_stocks_kernels_are_stocks():
-    call = made_call() | {"left_out": {"long": "no grammar"}, "compiles": [[1.0, "k", True, True, 0.1]]}
+def test_what_is_not_shown_is_not_demanded_and_of_stock_nothing_is():
+    call = made_call() | {"left_out": {"long": "no grammar"}}
     call["load"]["counts"] = {"short": 5}
-    assert missed_by(call, name="stock") == set()
+    assert missed_by(call) == set()
+    call |= {"problem": "it died", "compiles": [[1.0, "k", True, True, 0.1]]}
+    assert missed_by(call, name="stock") == set() != missed_by(call)
 
 
 def test_a_slope_and_its_error_by_hand():
