@@ -67,7 +67,8 @@ def stages(make, timed, sums, ours, no_peers, graphs, drafts):
     four = sums(4, *timed, "prompts", *of_four)
     host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
     alone = sums(4, *timed, "--variant", "flash43", "--mem", "0.97")
-    drafted2 = sums(2, *timed, "profile", "--variant", "flash43", "--mem", "0.97", "--bs", *DRAFTED2)
+    # a trace of 128 rows takes longer than the step's repetitions: of ours alone, as a call ends before stock has three
+    drafted2 = ["--variant", "flash43", "--mem", "0.97", "--bs", *DRAFTED2]
     deep = ["--bs", "1", "--reps", "1", "--in-len", str(DEEP_TOKENS), "--context", str(DEEP_TOKENS + 4096)]
     speculating, drafts_environment = drafts
     return {
@@ -93,8 +94,8 @@ def stages(make, timed, sums, ours, no_peers, graphs, drafts):
             make(EAGLE4, [*alone, *speculating, "--bs", *DRAFTED], environment=ours | drafts_environment),
         ],
         "speculation2_43": [
-            make(EAGLE2, [*drafted2, *speculating], environment=ours),
-            make(STOCK_EAGLE2, [*drafted2, *speculating], patched=False),
+            make(EAGLE2, sums(2, *timed, "profile", *drafted2, *speculating), environment=ours),
+            make(STOCK_EAGLE2, sums(2, *timed, *drafted2, *speculating), patched=False),
         ],
     }
 
