@@ -170,6 +170,7 @@ Handler conversion(const Words& words) {
   if (d == "e4m3x2" && s == "f32") return narrow_two<E4M3, 8>;
   if (d == "f16x2" && s == "e4m3x2") return between_two<F16, E4M3, 8>;
   if (d == "f16x2" && s == "e2m1x2") return between_two<F16, E2M1, 4>;
+  if (d == "bf16x2" && s == "e2m1x2") return between_two<BF16, E2M1, 4>;  // Triton 3.9
   if (d == "f32" && s == "s32") return float_of_integer<int32_t>;
   if (d == "f32" && s == "u32") return float_of_integer<uint32_t>;
   if (d == "f32" && s == "s64") return float_of_integer<int64_t>;
