@@ -114,6 +114,19 @@ def test_at_a_terminal_it_has_a_limit(supervised):
     assert "still there after 0.3 s: killed" in read() and has_ended(worker(read))
 
 
+def test_a_serve_that_is_killed_leaves_no_server(supervised):
+    """By the system, short of memory, or by `kill -9`: the server is told to end, and answers what it has."""
+    child, read = supervised(drain=0, limit=10)
+    wait_for("up", read, child)
+    server = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0])
+    child.kill()
+    child.wait(20)
+    end = time.monotonic() + 20
+    while not has_ended(server):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_a_server_that_nobody_hears_at_its_address_is_not_ended_for_it(supervised):
     """TLS, asked for in a --config, or with a certificate of its own: it said that it is ready."""
     child, read = supervised(drain=0, limit=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import os
 import shlex
@@ -37,6 +38,7 @@ CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
 OTHER_DRAFTER = "--speculative-draft-model"  # with -path, too: weights of another folder
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
 POLL_S, STILL_S = 0.5, 30.0
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when the thread that started it ends
 # words of SGLang's log -> the stage that begins there
 STAGES = (
     ("Load weight begin", "loading weights"),
@@ -202,9 +204,18 @@ def _say(text: str) -> None:
 
 def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
     """Run the server until it ends or a signal of ending.ENDS comes; returns its exit status, 0 after a clean stop."""
+    libc, us = ctypes.CDLL(None), os.getpid()
+
+    def end_with_us() -> None:
+        """Of a `serve` that is killed nothing else tells the server, which would keep the cards and the port."""
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != us:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     try:
         child = subprocess.Popen(
             words,
+            preexec_fn=end_with_us,  # no other thread runs yet
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
