@@ -21,10 +21,16 @@ from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.fixes.draft_chain import replace_decode_metadata
 from deepseek_v4_sm120.sglang_patches.table import BACKEND
 from tests.patching.dspark_block import kernels
-from tests.patching.test_wheel_wo_a import definition, take
+from tests.patching.test_wheel_wo_a import QUIET, definition, take
 from tests.patching.wheels import fetch, packages, since
 
-WORKER, LAYOUT = "sglang.srt.speculative.eagle_worker_v2", "sglang.srt.speculative.eagle_utils"
+SPECULATIVE = "sglang.srt.speculative"
+WORKER, LAYOUT = f"{SPECULATIVE}.eagle_worker_v2", f"{SPECULATIVE}.eagle_utils"
+PREPARE = {  # since when: where a step's first batch of the draft is made
+    "0.5.16": (f"{SPECULATIVE}.eagle_worker_common", "prepare_for_draft"),
+    "0.5.14": (f"{SPECULATIVE}.base_spec_worker", "EagleDraftWorkerBase.prepare_for_draft"),
+    "0.5.12": (f"{SPECULATIVE}.eagle_info_v2", "EagleDraftInputV2Mixin.prepare_for_v2_draft"),
+}
 DECODE, STEPS = "DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode", 4
 METHODS = ("make_core_attn_metadata", "get_swa_page_indices", "init_forward_metadata_decode")
 WINDOW, SWA_PAGE, PAGE, CONTEXT, ROWS = 128, 256, 256, 1024, 5
@@ -156,6 +162,44 @@ class Runner:
         return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=hidden))
 
 
+class Slots:
+    """For the kernel that gathers the slots behind each request's length."""
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, requests, slots, lengths, out, *sizes, positions=None, mrope=None, **_):
+        columns = sizes[-1]  # before it the row's width, in some releases, and topk, 1
+        assert positions is None and mrope is None, "a GPU's alone"
+        at = lengths[:, None] + torch.arange(columns)
+        out.copy_(slots[requests[:, None], at].flatten())
+
+
+def prepared(version: str, spec_info, cache: Cache, lengths):
+    """The draft's batch by the release's own preparation, of a step whose requests have `lengths` verified tokens."""
+    (module, name) = next(place for first, place in PREPARE.items() if since(version, first))
+
+    def init_new(batch, *_, **__):
+        return SimpleNamespace(**vars(batch) | {"batch_size": len(batch.seq_lens), "positions": spec_info.positions})
+
+    pool = SimpleNamespace(req_to_token=cache.slots)
+    batch = SimpleNamespace(
+        **{"req_pool_indices": torch.arange(len(lengths)), "seq_lens": lengths, "spec_info": spec_info},
+        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE),
+        sampling_info=SimpleNamespace(is_all_greedy=True),
+        input_ids=lengths,
+        device="cpu",
+    )
+    runner = SimpleNamespace(spec_algorithm=SimpleNamespace(is_standalone=lambda: False))
+    kernel = "assign_draft_cache_locs_"
+    names = {f"{kernel}{form}": Slots() for form in ("contiguous", "contiguous_func", "page_size_1")}
+    names |= {"ForwardBatch": SimpleNamespace(init_new=init_new), "CaptureHiddenMode": QUIET}
+    names = {"torch": torch, "_is_cpu": False, **names, "GIVEN": dict(names)}
+    owner = (SimpleNamespace(),) if module.endswith("base_spec_worker") else ()
+    return take(fetch(version), names, name, module)(*owner, spec_info, pool, batch, None, runner, 1, STEPS)[0]
+
+
 def by_sglang(version: str, given, cache: Cache, draft: Draft, *, ours: bool):
     """(drafts [requests, STEPS], what each pass read, of each request)."""
     wheel, runner = fetch(version), Runner(draft, cache)
@@ -204,19 +248,9 @@ def by_sglang(version: str, given, cache: Cache, draft: Draft, *, ours: bool):
         _topk1_parents_prealloc=torch.zeros(64, STEPS),
         _topk1_score_indices_prealloc=torch.zeros(64, STEPS),
     )
-    rows = torch.arange(len(LENGTHS))
-    written = torch.stack([cache.slots[rows, lengths + step] for step in range(STEPS)])
-    batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_idle=lambda: False),
-        batch_size=len(LENGTHS),
-        req_pool_indices=rows,
-        seq_lens=lengths,
-        positions=lengths.clone(),
-        out_cache_loc=written.T.flatten(),
-        written=written,
-        spec_info=SimpleNamespace(topk_p=torch.ones(len(LENGTHS), 1), topk_index=first, hidden_states=hidden),
-        sampling_info=SimpleNamespace(is_all_greedy=True),
-    )
+    spec_info = SimpleNamespace(topk_p=torch.ones(len(LENGTHS), 1), topk_index=first, hidden_states=hidden)
+    batch = prepared(version, spec_info, cache, lengths)
+    batch.written = batch.out_cache_loc.view(len(LENGTHS), STEPS).T
     found = take(wheel, names, "EagleDraftWorker.draft_forward", WORKER)(worker, batch)
     return found[2], runner.read
 
