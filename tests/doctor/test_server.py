@@ -240,6 +240,31 @@ def test_fewer_drafts_are_asked_for_where_sglang_listens():
     assert "--speculative-num-steps 3" in told.fix and "--speculative-num-draft-tokens" not in told.fix
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "accepted", "words"),
+    [
+        ("EAGLE", 2, 1.79, None),
+        ("EAGLE", 2, 1.2, "cost more than they bring; others have 1.9"),
+        ("EAGLE", 2, 1.45, "less than they could; others have 1.9"),
+        ("EAGLE", 3, 1.65, "less than they could; others have 2.0 at temperature 1"),
+        ("EAGLE", 4, 2.6, None),
+        ("EAGLE", 4, 1.9, "less than they could; others have 2.6 to 3.0"),
+        ("DSPARK", 5, 2.1, None),
+        ("DSPARK", 6, 2.1, "less than they could; others have 2.8"),
+        ("DSPARK", None, 1.2, "drafts cost more than they bring"),
+        ("DSPARK", None, 1.5, None),
+        ("EAGLE", 4, 0.0, None),  # no step yet
+    ],
+)
+def test_drafts_that_are_seldom_right_are_told(algorithm, rows, accepted, words):
+    """By the block, beside what others' real text brings; what else the doctor says of that speculation stays."""
+    info = PLANNED | {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": rows}
+    metrics = {"token_usage": 0.3, "spec_accept_length": accepted}
+    answers = server.Answers(info, metrics, frozenset({"compressor", "sparse_decode", "mhc"}), model_type="deepseek_v4")
+    told = [f for f in server.checks(answers) if f.check == "speculation" and "tokens accepted a step" in f.found]
+    assert [f.state for f in told] == ([WARN] if words else []) and all(words in f.cost for f in told)
+
+
 def test_the_logits_tensor_is_nobodys_where_index_select_is_applied():
     def scratch(*applied):
         return {f.check: f for f in server.checks(server.Answers(STOCK, None, frozenset(applied)))}.get(

@@ -41,6 +41,9 @@ class DeepseekV4AttnBackend:
         self, max_seq_len, req_pool_indices, seq_lens, seq_lens_cpu, out_cache_loc, block_size
     ):
         return seq_lens_cpu
+
+    def make_forward_metadata_from_raw_decode(self, raw_metadata):
+        return raw_metadata
 """
 
 EXPERTS = """

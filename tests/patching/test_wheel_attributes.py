@@ -93,6 +93,7 @@ PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
 # whose objects come there. TEXT_OF a module: of objects that SGLang makes of its settings, what that module reads
 ANTHROPIC = f"{MESSAGES.partition('.serving')[0]}.protocol"
 OBJECTS = {
+    "draft_chain": {"raw_metadata": ((f"{BACKEND}:DSV4RawDecodeMetadata",),)},
     "all_reduce": {
         "coordinator": ((GROUP,),),
         "group": ((GROUP,),),
@@ -190,9 +191,7 @@ OBJECTS = {
         "backend.online_c128_mtp": ONLINE,
     },
     "halves_in_graphs": {
-        "batch": ((f"{BATCH}:ForwardBatch",),),
-        "made": ((f"{BATCH}:ForwardBatch",),),
-        "forward_batch": ((f"{BATCH}:ForwardBatch",),),
+        **{name: ((f"{BATCH}:ForwardBatch",),) for name in ("batch", "made", "forward_batch")},
         "backend": ((f"{BACKEND}:DeepseekV4AttnBackend",),),
         "backend.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
         "state": ((STATE,),),

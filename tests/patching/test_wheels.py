@@ -48,7 +48,7 @@ EVERYWHERE = {
     **{"stripped_thoughts": scheduler.REQUEST.partition(":")[0], "nccl_start": NCCL},
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
-    **{"min_p_tokens": SAMPLER, "longest_prompt": "sglang.srt.managers.tp_worker"},
+    **{"min_p_tokens": SAMPLER, "longest_prompt": "sglang.srt.managers.tp_worker", "draft_chain": BACKEND},
 }
 SINCE_0_5_23 = {"min_p_verify": EAGLE, "prompts_in_halves": PREFILL_RUNNER}
 
@@ -295,10 +295,10 @@ def test_every_sm120_question_is_told_or_left_on_purpose(inspect_wheel, version)
 
 
 def test_a_wheel_newer_than_the_table_is_unreviewed_in_words(inspect_wheel):
-    """Simulated: 0.5.23's wheel that calls itself 0.5.24. dspark_lengths ends with the last release that was run: who
-    reads what it gives is no part of what it replaces."""
+    """Simulated: 0.5.23's wheel that calls itself 0.5.24. dspark_lengths and draft_chain end with the last release that
+    was run: who reads what the one gives, and who makes what the other is given, is no part of what they replace."""
     found = found_in(inspect_wheel("0.5.23", called="0.5.24"))
-    assert {r.patch.name for r in found} == set(expected("0.5.23")) - {"dspark_lengths"}
+    assert {r.patch.name for r in found} == set(expected("0.5.23")) - {"dspark_lengths", "draft_chain"}
     for record in found:
         assert record.state == READY
         assert record.review == "UNREVIEWED: nobody has looked at sglang 0.5.24; this code is that of 0.5.23"

@@ -1,8 +1,9 @@
-"""The rows of table.py that are of what the attention reads: its sinks, and its caches."""
+"""The rows of table.py that are of what the attention reads: its sinks, its caches, and a draft's window of them."""
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import (
+    BACKEND,
     DSPARK,
     DSPARK_SINCE,
     POST_LOAD,
@@ -48,4 +49,22 @@ LOADED_PREFIXES = Patch(
     ),
     retire="when what reads a layer's pools in a graph waits for its load",
     absent="0.5.12 and 0.5.13 have no such graphs of this model",
+)
+
+DRAFT_CHAIN = Patch(
+    name="draft_chain",
+    why="with EAGLE and more than one draft the passes behind the first do not see their own token, nor the drafts "
+    "before it: second and later guesses are worse than the weights make them, and nothing says so (sglang #24750, "
+    "closed; mended for AMD's cards alone)",
+    targets=(
+        targets_of_fix("draft_chain")(
+            f"{BACKEND}:DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode",
+            "decode_metadata",
+            Parameters(("self", "raw_metadata")),
+            ">=0.5.12,<0.5.24",  # which lengths it is given is outside of it: read and run release by release
+        ),
+    ),
+    only_read=True,
+    absent="the lengths that a draft's passes are given were read up to 0.5.23",
+    retire="when SGLang adds the pass's number and one itself",
 )
