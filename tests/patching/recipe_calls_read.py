@@ -25,7 +25,9 @@ CASES = {  # the arguments, in their order
     "a tag in a string": {"text": QUOTED, "First Name": QUOTED},
     "a quotation mark": {"a b": 'say "a b"', "c": "parameter name="},
 }
-TEXT = 'No calls, but parameter name="a b" and a <b c="d e">.'
+TEXT = (
+    """No calls: parameter name="a b", a <b c="d e">, ｜DSML｜ as a "word of its own", ｜DSML｜parameter name="a b"."""
+)
 
 
 def answer(arguments: dict) -> str:

@@ -11,7 +11,6 @@ process that answers over HTTP, where no GPU is asked.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
@@ -72,13 +71,25 @@ def replace_init(original: Callable) -> Callable:
     return __init__
 
 
-def _handed_over(recipe, names: Names):
-    """Of recipe what a parser asks for, with chunks of tokens whose names have no blank."""
+class Over:
+    """What is its own, and all else of what it stands before."""
+
+    def __init__(self, behind, **own):
+        vars(self).update(own, behind=behind)
+
+    def __getattr__(self, name):
+        return getattr(self.behind, name)
+
+
+def _handed_over(recipe, names: Names) -> Over:
+    """Recipe, with chunks of tokens whose names have no blank."""
     chunk = recipe.InferenceChunk
-    made = types.SimpleNamespace(
-        tokens=lambda token_ids: chunk.tokens(names.without_blanks(token_ids)), finish=chunk.finish
-    )
-    return types.SimpleNamespace(InferenceChunk=made, InferenceFinishReason=recipe.InferenceFinishReason)
+
+    def tokens(token_ids, *more, **named):
+        as_they_are = more or named  # log-probabilities are told of the tokens one by one
+        return chunk.tokens(token_ids if as_they_are else names.without_blanks(token_ids), *more, **named)
+
+    return Over(recipe, InferenceChunk=Over(chunk, tokens=tokens))
 
 
 def replace_deltas(original: Callable) -> Callable:
@@ -88,12 +99,13 @@ def replace_deltas(original: Callable) -> Callable:
     def _deltas(self, chunks):
         told = original(self, chunks)
         names = getattr(self, NAMES, None)
-        if names is None or not names.replaced or not told.tool_calls:
+        if names is None or not names.replaced:
             return told
         calls = tuple(
             type(call)(index=call.index, arguments=call.arguments.replace(INSTEAD, BLANK), name=call.name)
             for call in told.tool_calls
         )
-        return type(told)(reasoning=told.reasoning, content=told.content, tool_calls=calls)
+        thoughts, text = (words.replace(INSTEAD, BLANK) for words in (told.reasoning, told.content))
+        return type(told)(reasoning=thoughts, content=text, tool_calls=calls)
 
     return _deltas
