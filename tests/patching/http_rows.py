@@ -18,6 +18,9 @@ BETWEEN = {  # where, from a release on, before another
     "developer_messages": (http.CHAT, "0.5.12", "0.5.23"),
     "unchosen_tools": (http.CHAT, "0.5.12", "0.5.22"),
     "blanks_before_calls": (http.CHAT, "0.5.12", "0.5.21"),
+    "tool_fields": (f"{http.OPENAI}.encoding_dsv4", "0.5.12", "0.5.23"),
+    "text_parts": (http.CHAT, "0.5.12", "0.5.23"),
+    "cut_arguments": (http.CHAT, "0.5.14", "0.5.23"),
     "echoed_items": (http.RESPONSES, "0.5.14", "0.5.18"),
     "thought_history": (http.MESSAGES, "0.5.14", "0.5.19"),
     "disconnects": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.20"),
@@ -26,7 +29,7 @@ BETWEEN = {  # where, from a release on, before another
     "turn_phases": (http.RESPONSES, "0.5.20", "0.6"),
     **dict.fromkeys(("effort_levels", "json_answers", "call_order", "strict_schemas"), (http.RECIPE, "0.5.23", "0.6")),
     "tool_namespaces": (http.RESPONSES, "0.5.23", "0.6"),
-    "cut_characters": (http.RECIPE_READER, "0.5.23", "0.6"),
+    **dict.fromkeys(("cut_characters", "argument_names"), (http.RECIPE_READER, "0.5.23", "0.6")),
 }
 
 

@@ -38,6 +38,12 @@ from tests.patching.wheels import RELEASES, every_release, fetch
 SRT = "sglang.srt"
 READS_THOUGHTS = f"{READER.partition(':')[0]}:BaseReasoningFormatDetector"
 TEXT_OF = "text of "
+CHAT_REQUEST, CHAT_TEXT = (
+    ((f"{OPENAI}.protocol:ChatCompletion{name}",),) for name in ("Request", "MessageContentTextPart")
+)
+CHAT_CALL = {"call": ((f"{OPENAI}.protocol:ToolCall",),), "call.function": ((f"{OPENAI}.protocol:FunctionResponse",),)}
+OF_RECIPE = {of: ((f"{RECIPE_READER.partition(':')[0]}:Recipe{of}Delta",),) for of in ("Output", "ToolCall")}
+CHAT_MESSAGES = tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User"))
 STATE = f"{SRT}.distributed.parallel_state"
 GROUP = f"{STATE}:GroupCoordinator"
 BATCH = f"{SRT}.model_executor.forward_batch_info"
@@ -214,15 +220,12 @@ OBJECTS = {
     },
     "scope": {"serving": ((CHAT,),)},
     "default_thinking": {
-        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
-        "importlib.import_module(ENVIRON)": ((f"{SRT}.environ",),),
+        **{"request": CHAT_REQUEST, "importlib.import_module(ENVIRON)": ((f"{SRT}.environ",),)},
         "importlib.import_module(ENVIRON).envs": ((f"{SRT}.environ:Envs",),),
     },
     "blanks_before_calls": {
-        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
-        "message": ((f"{OPENAI}.protocol:ChatCompletionMessageGenericParam",),),
-        "(last := parts[-1])": ((f"{OPENAI}.protocol:ChatCompletionMessageContentTextPart",),),
-        "last": ((f"{OPENAI}.protocol:ChatCompletionMessageContentTextPart",),),
+        **{"request": CHAT_REQUEST, "message": CHAT_MESSAGES[:1]},
+        **dict.fromkeys(("(last := parts[-1])", "last"), CHAT_TEXT),
     },
     "billing_lines": {
         "anthropic_request": ((f"{ANTHROPIC}:AnthropicMessagesRequest",),),
@@ -259,10 +262,10 @@ OBJECTS = {
         "told": ((f"{OPENAI}.protocol:ChoiceLogprobs",),),
         "one": ((f"{OPENAI}.protocol:ChatCompletionTokenLogprob",),),
     },
-    "developer_messages": {
-        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
-        "message": tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User")),
-    },
+    "developer_messages": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES},
+    "text_parts": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES, "part": CHAT_TEXT},
+    "cut_arguments": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES[:1], **CHAT_CALL},
+    "argument_names": {"told": OF_RECIPE["Output"], "call": OF_RECIPE["ToolCall"]},
     "effort_levels": {"ctx": ((f"{OPENAI}.chat_encoding_adapters:ChatEncodingAdapterContext",),)},
     "disconnects": {
         "obj": ((f"{SRT}.managers.io_struct:BaseReq",),),
@@ -270,7 +273,7 @@ OBJECTS = {
         "state.time_stats": ((f"{SRT}.observability.req_time_stats:APIServerReqTimeStats",),),
     },
     "json_answers": {
-        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "request": CHAT_REQUEST,
         "response_format": ((f"{OPENAI}.protocol:ResponseFormat",),),
         "asked": ((f"{OPENAI}.protocol:JsonSchemaResponseFormat",),),
     },
@@ -390,23 +393,19 @@ OBJECTS = {
         "pool.swa_kv_pool": ((PREFILL, f"{POOL}:DeepSeekV4SingleKVPool"),),
         "sys.modules[original.__module__]": (("<0.5.16", SM120_ATTENTION_0_5_14),),  # others: test_wheel_attention.py
     },
-    "unchosen_tools": {
-        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
-        "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
-    },
+    "unchosen_tools": dict.fromkeys(("request", "made"), CHAT_REQUEST),
     "thought_history": {
         "anthropic_request": ((f"{ANTHROPIC}:AnthropicMessagesRequest",),),
         "turn": ((f"{ANTHROPIC}:AnthropicMessage",),),
         "block": ((f"{ANTHROPIC}:ThinkingBlock",),),
-        "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
-        "message": ((f"{OPENAI}.protocol:ChatCompletionMessageGenericParam",),),
+        **{"made": CHAT_REQUEST, "message": CHAT_MESSAGES[:1]},
     },
     "tool_strings": {
         "detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),),
         "parser": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
     },
     "think_marks": dict.fromkeys(("detector", "self.detector"), ((READS_THOUGHTS,),)),
-    "cut_characters": {"told": ((f"{RECIPE_READER.partition(':')[0]}:RecipeOutputDelta",),)},
+    "cut_characters": {"told": OF_RECIPE["Output"]},
     "wo_a": {
         "attention": ((ATTENTION,),),
         "FORWARD.layer": ((ATTENTION,),),
@@ -441,6 +440,7 @@ OURS = {
     **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
+    "argument_names": {"chunk", "names", "recipe", "tokenizer"},
     **{
         "nccl_start": {"teller", "verdict", "peer"},
         "penalties": {"changes", "kind", "told"},

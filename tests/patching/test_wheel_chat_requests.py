@@ -91,8 +91,8 @@ def encoder_of(version) -> str | None:
     return content(fetch(version), found[0]) if found else None
 
 
-def serving(version, *, ours, spec="dsv4", parser="deepseek-v4"):
-    """The release's own handler of chat requests, over stand-ins; its prompt is text."""
+def serving(version, *, ours, spec="dsv4", parser="deepseek-v4", **own):
+    """The release's own handler of chat requests, over stand-ins or what is `own`; its prompt is text."""
     names = {
         **{"copy": copy, "envs": sys.modules[default_thinking.ENVIRON].envs},
         "MessageProcessingResult": SimpleNamespace,
@@ -100,6 +100,7 @@ def serving(version, *, ours, spec="dsv4", parser="deepseek-v4"):
         "process_content_for_template_format": lambda message, *args, **more: {**message, "content": flat(message)},
         "normalize_assistant_tool_call_arguments": lambda message, **more: None,
         "encoding_dsv4": types.ModuleType("encoding_dsv4"),
+        **own,
     }
     has_encoder = encoder_of(version) is not None
     exec(encoder_of(version) or "", vars(names["encoding_dsv4"]))

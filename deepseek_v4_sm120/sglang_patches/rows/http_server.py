@@ -26,8 +26,8 @@ FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
     targets_of_fix, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
 )
-_token_logprobs, _prompts_aside, _sample_seeds = map(
-    targets_of_fix, ("token_logprobs", "prompts_aside", "sample_seeds")
+_token_logprobs, _prompts_aside, _sample_seeds, _argument_names = map(
+    targets_of_fix, ("token_logprobs", "prompts_aside", "sample_seeds", "argument_names")
 )
 
 TOOL_STRINGS = Patch(
@@ -99,6 +99,42 @@ UNCHOSEN_TOOLS = Patch(
     ),
     absent="SGLang leaves them out itself",
     retire="with SGLang 0.5.21",
+)
+
+TOOL_FIELDS = Patch(
+    name="tool_fields",
+    why="tools are in the prompt with the fields of SGLang's own record: the description in front of the name, what "
+    'was left out as null, and "strict": false behind all, where DeepSeek\'s own service writes name, description and '
+    "parameters",
+    targets=(
+        targets_of_fix("tool_fields")(
+            f"{OPENAI}.encoding_dsv4:render_tools", "render_tools", Parameters(("tools",)), "<0.5.23"
+        ),
+    ),
+    absent="from 0.5.23 on DeepSeek's own encoder writes the prompt (deepseek-recipe)",
+    retire="with SGLang 0.5.22",
+)
+
+TEXT_PARTS = Patch(
+    name="text_parts",
+    why="the parts of a message's text are put together by a blank, so that a reminder or a file goes on in the last "
+    "line of the one before; DeepSeek's encoder has an empty line between them",
+    targets=(targets_of_fix("text_parts")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.23"),),
+    absent="from 0.5.23 on DeepSeek's own encoder puts them together (deepseek-recipe)",
+    retire="with SGLang 0.5.22",
+)
+
+CUT_ARGUMENTS = Patch(
+    name="cut_arguments",
+    why="a call that comes back with arguments that are no JSON object, as one that max_tokens cut off, is refused "
+    "with 400, and with it each later request of its conversation; DeepSeek's encoder writes what there is",
+    targets=(
+        targets_of_fix("cut_arguments")(
+            f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, ">=0.5.14,<0.5.23"
+        ),
+    ),
+    absent="up to 0.5.13, and from 0.5.23 on, they are written as DeepSeek's encoder has them",
+    retire="with SGLang 0.5.22",
 )
 
 EFFORT_LEVELS = Patch(
@@ -182,6 +218,23 @@ CUT_CHARACTERS = Patch(
     ),
     absent="up to 0.5.22 the text itself is read",
     retire="when deepseek-recipe tells what is in front of such a character",
+)
+
+ARGUMENT_NAMES = Patch(
+    name="argument_names",
+    why='the arguments of a call are no JSON where the name of one has a blank ("First Name"): deepseek-recipe ends '
+    "the name at the blank, and leaves out the quote behind it",
+    targets=(
+        _argument_names(
+            f"{RECIPE_READER}.__init__",
+            "init",
+            Parameters(("self", "deepseek_recipe", "*", "thinking_stage", "parse_tool_calls"), further="any"),
+            SINCE_RECIPE,
+        ),
+        _argument_names(f"{RECIPE_READER}._deltas", "deltas", Parameters(("self", "chunks")), SINCE_RECIPE),
+    ),
+    absent="up to 0.5.22 SGLang reads the calls itself, and the names as they are",
+    retire="when deepseek-recipe reads such names",
 )
 
 BLANKS_BEFORE_CALLS = Patch(
