@@ -2,7 +2,8 @@
 
 A program of its own, because it imports SGLang's modules from a wheel:
 
-    python3 -m tests.patching.slots_random_load 0.5.23 [SEEDS]  JSON: what each case and each wrong SGLang came to
+    python3 -m tests.patching.slots_random_load 0.5.23 [SEEDS]  JSON: what each case and each wrong SGLang came to, and
+                                                                SGLang alone where ours mends it; 0 SEEDS: that alone
 
 Requests arrive, are read in chunks, go on, draft, end, are aborted, retracted, paused, evicted and flushed; the model
 says what follows from what it is given, so that each answer is known. The GPU's kernels stand in as torch; a step's
@@ -34,9 +35,12 @@ CASES = {  # what is asked of the server; sizes in tokens
     "EAGLE": {"drafts": 4, "windows": 14},
     "EAGLE, one at a time": {"drafts": 2, "overlap": False},
     "mixed": {"mixed": True, "windows": 16},
-    "priorities": {"priority": True, "windows": 11, "requests": 4, "chunk": 2, "radix": False},
 }
-PRIORITIES_SEEDS, PRIORITIES_STEPS = (3, 18), 120  # where SGLang alone goes wrong
+MENDED = {  # where SGLang alone goes wrong: up to which release, the server, seeds, steps
+    "priorities": ("0.6", {"priority": True, "windows": 11, "requests": 4, "chunk": 2, "radix": False}, (3, 18), 120),
+    "two chunks": ("0.6", {"radix": False, "windows": 6}, (0, 5), 60),
+    "mixed, full": ("0.5.22", {"mixed": True, "windows": 14}, (0, 14), 150),
+}
 
 
 class Load:
@@ -200,13 +204,12 @@ def main():
     install(version)
     logging.disable(logging.WARNING)
     seeds = range(int(sys.argv[2]) if sys.argv[2:] else SEEDS)
-    cases = {name: case for name, case in CASES.items() if name != "priorities"}
-    found = {"cases": {name: outcome(version, case, seeds) for name, case in cases.items()}}
-    found["wrong ones"] = dict(wrong_ones(version))
-    asked = version, CASES["priorities"], PRIORITIES_SEEDS, PRIORITIES_STEPS
-    found["wrong ones"]["who gives way beside a prompt that waits, in SGLang alone"] = outcome(*asked)["wrong"]
+    found = {"cases": {name: outcome(version, case, seeds) for name, case in CASES.items() if seeds}}
+    found["wrong ones"] = dict(wrong_ones(version)) if seeds else {}
+    asked = {name: rest for name, (until, *rest) in MENDED.items() if not since(version, until)}
+    found["alone"] = {name: outcome(version, *rest)["wrong"] for name, rest in asked.items()}
     everything().take_ours()
-    found["cases"]["priorities"] = outcome(*asked)
+    found["with ours"] = {name: outcome(version, *rest) for name, rest in asked.items()}
     print(json.dumps(found))
 
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import itertools
 import sys
 from collections import Counter, deque
 from contextlib import nullcontext
@@ -159,7 +160,8 @@ class Everything:
 
         from deepseek_v4_sm120.sglang_patches.rows import scheduler as rows
 
-        for row in (rows.CACHED_BEGINNING, rows.PREEMPTED_REQUESTS, rows.STRIPPED_THOUGHTS):
+        chunks = rows.WAITING_CHUNKS, rows.MIXED_CHUNKS  # in the order of the table
+        for row in (rows.CACHED_BEGINNING, rows.STRIPPED_THOUGHTS, *chunks, rows.PREEMPTED_REQUESTS):
             for target in (t for t in row.targets if self.version in SpecifierSet(t.sglang)):
                 module, _, names = target.where.partition(":")
                 owner, name = getattr(importlib.import_module(module), names.partition(".")[0]), names.partition(".")[2]
@@ -216,7 +218,7 @@ def assign_slots(requests, slots_of, starts, ends, slots, _):
 
 
 def more_slots(prefixes, lengths, lasts, free, out, _, page, *__):
-    at, pages = 0, iter(free.tolist())
+    at, pages = 0, itertools.chain(free.tolist(), itertools.repeat(0))  # what has no page is told afterwards
     for position, length, last in zip(prefixes.tolist(), lengths.tolist(), lasts.tolist(), strict=True):
         while position < length:
             last = next(pages) * page - 1 if position % page == 0 else last
@@ -226,7 +228,7 @@ def more_slots(prefixes, lengths, lasts, free, out, _, page, *__):
 
 
 def next_slots(lengths, lasts, free, out, _, page, *__):
-    pages = iter(free.tolist())
+    pages = itertools.chain(free.tolist(), itertools.repeat(0))
     for at, (length, last) in enumerate(zip(lengths.tolist(), lasts.tolist(), strict=True)):
         out[at] = next(pages) * page if (length - 1) % page == 0 else last + 1
 
@@ -372,6 +374,8 @@ def publish(version, case):
     parallel = context.get_parallel()
     if hasattr(type(parallel), "override_permanently"):
         parallel.override_permanently(**ranks)
+    elif not since(version, "0.5.20"):
+        parallel._overrides.update(ranks)
     else:
         vars(parallel).update(ranks)
     context.get_context().override("slots", pp_max_micro_batch_size=case["requests"])

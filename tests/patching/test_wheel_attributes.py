@@ -21,7 +21,8 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     TOKENIZER_MANAGER,
 )
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
-from deepseek_v4_sm120.sglang_patches.rows.scheduler import SWA_CACHE
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, REQUEST, SWA_CACHE
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH as SCHEDULE_BATCH
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -44,6 +45,7 @@ CHAT_REQUEST, CHAT_TEXT = (
 CHAT_CALL = {"call": ((f"{OPENAI}.protocol:ToolCall",),), "call.function": ((f"{OPENAI}.protocol:FunctionResponse",),)}
 OF_RECIPE = {of: ((f"{RECIPE_READER.partition(':')[0]}:Recipe{of}Delta",),) for of in ("Output", "ToolCall")}
 CHAT_MESSAGES = tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User"))
+UNIFIED_CACHE = f"{SRT}.mem_cache.unified_radix_cache:UnifiedRadixCache"
 STATE = f"{SRT}.distributed.parallel_state"
 GROUP = f"{STATE}:GroupCoordinator"
 BATCH = f"{SRT}.model_executor.forward_batch_info"
@@ -299,7 +301,7 @@ OBJECTS = {
         "of_rows": ((GROUP,),),
     },
     "min_p_verify": {
-        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "batch": ((SCHEDULE_BATCH,),),
         "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
     },
@@ -315,10 +317,10 @@ OBJECTS = {
         "sys.modules[type(dispatch_output).__module__]": ((DISPATCHER,),),
         "_serve:routed": ((f"{MOE}.topk:StandardTopKOutput",),),
     },
-    "dspark_windows": {"batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},
+    "dspark_windows": {"batch": ((SCHEDULE_BATCH,),)},
     "min_p_dspark": {"sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)},
     "dspark_penalties": {
-        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "batch": ((SCHEDULE_BATCH,),),
         "batch.sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
         "batch.sampling_info.penalizer_orchestrator": (
             (f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),
@@ -326,7 +328,7 @@ OBJECTS = {
         "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
     },
     "penalties": {
-        "request": ((f"{SRT}.managers.schedule_batch:Req",),),
+        "request": ((REQUEST,),),
         "params": ((f"{SRT}.sampling.sampling_params:SamplingParams",),),
         "penalizer": tuple((f"{SRT}.sampling.penaltylib.{kind}Penalizer",) for kind in PENALIZERS),
         "self.sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
@@ -335,24 +337,27 @@ OBJECTS = {
         ),
     },
     "prompt_logprobs": {
-        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "batch": ((SCHEDULE_BATCH,),),
         "result": ((f"{SRT}.managers.utils:GenerationBatchResult",),),
-        "request": ((f"{SRT}.managers.schedule_batch:Req",),),
+        "request": ((REQUEST,),),
         "processor": (
             (f"{SRT}.managers.scheduler_components.logprob_result_processor:SchedulerLogprobResultProcessor",),
         ),
     },
     "sampling": {
         "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),
-        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "batch": ((SCHEDULE_BATCH,),),
         "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
         "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
         "logits_output": ((f"{SRT}.layers.logits_processor:LogitsProcessorOutput",),),
     },
-    "preempted_requests": {
-        "adder": ((f"{SRT}.managers.schedule_policy:PrefillAdder",),),
-        "self.running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+    "preempted_requests": {"adder": ((ADDER,),), "self.running_batch": ((SCHEDULE_BATCH,),)},
+    "mixed_chunks": dict.fromkeys(("running", "running_batch"), ((SCHEDULE_BATCH,),)),
+    "waiting_chunks": {
+        **{"adder": ((ADDER,),), "type(adder.running_batch)": ((SCHEDULE_BATCH,),)},
+        **dict.fromkeys(("req", "request"), ((REQUEST,),)),
+        "cache": (("<0.5.22", f"{SRT}.mem_cache.chunk_cache:SWAChunkCache"), (">=0.5.22", UNIFIED_CACHE)),
     },
     "shared_beginnings": {
         "cache": ((SWA_CACHE,),),
@@ -363,7 +368,7 @@ OBJECTS = {
     },
     "fenced_copies": {
         "controller": ((f"{SRT}.managers.cache_controller:HiCacheController",),),
-        "self.tree_cache": ((f"{SRT}.mem_cache.unified_radix_cache:UnifiedRadixCache",),),
+        "self.tree_cache": ((UNIFIED_CACHE,),),
         "self.tp_worker": ((f"{SRT}.managers.tp_worker:TpModelWorker",),),
         "self.tp_worker.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
     },
@@ -376,13 +381,10 @@ OBJECTS = {
         "model": ((f"{MODEL}:DeepseekV4ForCausalLM",), (DSPARK_SINCE, DSPARK)),
         **dict.fromkeys(("module", "attention"), ((ATTENTION,),)),
     },
-    "scheduling": {"running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},
+    "scheduling": {"running_batch": ((SCHEDULE_BATCH,),)},
     "stripped_thoughts": {
-        "request": ((">=0.5.19", f"{SRT}.managers.schedule_batch:Req"),),
-        "record": (
-            ("<0.5.19", f"{SRT}.managers.schedule_batch:Req"),
-            (">=0.5.19", f"{SRT}.managers.schedule_batch:ReqKvInfo"),
-        ),
+        "request": ((">=0.5.19", REQUEST),),
+        "record": (("<0.5.19", REQUEST), (">=0.5.19", f"{SRT}.managers.schedule_batch:ReqKvInfo")),
     },
     "sparse_decode": {
         "_backend.layer": ((f"{SRT}.layers.radix_attention:RadixAttention",),),
@@ -451,17 +453,8 @@ OURS = {
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {
-        "_running",
-        "_trials",
-        "batch.forward_mode",
-        "cut",
-        "made",
-        "half",
-        "half.halves",
-        "made.halves",
-        "rows",
-        "tried",
-        "work",
+        *("_running", "_trials", "batch.forward_mode", "cut", "made"),
+        *("half", "half.halves", "made.halves", "rows", "tried", "work"),
     },
     "halves_in_graphs": {
         *("batch.forward_mode", "cut", "half", "halves", "other", "work", "eager", "captured", "super()"),
@@ -480,6 +473,8 @@ GUARDED = {
     ("all_reduce", "context", "max_speculative_num_draft_tokens"): "max_speculative_num_draft_tokens",
     ("index_select_dealt", "context", "get_server_args"): "get_server_args",
     ("argument_defaults", "server_args", "get_model_config"): "get_model_config",
+    ("waiting_chunks", "cache", "is_chunk_cache"): "is_chunk_cache",
+    ("waiting_chunks", "request", "prefix_indices"): "prefix_indices",
 }
 # asked for with a default, of an object that may be another than the one above: its wrapper
 OF_WRAPPERS = {("bf16_linear", "head", "set_lora"): f"{SRT}.lora.layers:ParallelLMHeadWithLoRA"}

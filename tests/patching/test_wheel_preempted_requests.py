@@ -164,9 +164,8 @@ class Budget:
         return chunk_limit
 
 
-def read_on(wheel, version, room, tokens, *, ours):
-    """An adder whose scheduler has asked for a next chunk of a prompt with so many tokens left, and the windows' room;
-    another one has the only place -> the adder, whether the other one gives way to a third."""
+def reader_of(wheel, version, room):
+    """An adder that may let in a chunk of a prompt, where the windows have so much room; another one runs."""
     adder = adder_of([Request("request 0", 1)])
     nothing = ("prefill_delayer_single_pass", "chunked_req_limit", "kv_shard_granule", "dllm_config")
     zero = ("_update_prefill_budget", "_mamba_gap_budget_for_req", "_swa_new_tokens", "_request_slot_reserve_for_req")
@@ -177,8 +176,17 @@ def read_on(wheel, version, room, tokens, *, ours):
     vars(adder).update(dict.fromkeys(nothing), **sizes, **of_windows, **functions)
     if since(version, BUDGETS):
         adder.memory_budget = Budget(wheel, room)
-    own = f"{ADDER.partition(':')[2]}."
-    add = take(wheel, {"CLIP_MAX_NEW_TOKENS": 4096}, f"{own}add_chunked_req", POLICY)
+    return adder
+
+
+def add_chunk_of(wheel):
+    return take(wheel, {"CLIP_MAX_NEW_TOKENS": 4096}, f"{ADDER.partition(':')[2]}.add_chunked_req", POLICY)
+
+
+def read_on(wheel, version, room, tokens, *, ours):
+    """An adder whose scheduler has asked for a next chunk of a prompt with so many tokens left, and the windows' room;
+    another one has the only place -> the adder, whether the other one gives way to a third."""
+    adder, own, add = reader_of(wheel, version, room), f"{ADDER.partition(':')[2]}.", add_chunk_of(wheel)
     schedule = SimpleNamespace(schedule_low_priority_values_first=False)
     give = take(wheel, {"get_schedule": lambda: schedule}, f"{own}preempt_to_schedule", POLICY)
     if ours:

@@ -37,11 +37,10 @@ from deepseek_v4_sm120.sglang_patches.table import (
     TABLE,
 )
 from deepseek_v4_sm120.specs import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
-from tests.patching import http_rows, review
+from tests.patching import http_rows, review, scheduler_rows
 from tests.patching.wheels import RELEASES, WheelSources, check_once, content, every_release, since
 
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
-CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
 SAMPLER, MARLIN = (where.partition(":")[0] for where in (DRAW, MARLIN_EXPERTS))
 PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 EVERYWHERE = {
@@ -58,14 +57,10 @@ def expected(version: str) -> dict[str, str]:
     found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"}
     if not since(version, "0.5.13"):
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
-        found |= {"padded_rows": scheduler.GRAPH_INPUTS.partition(":")[0]}
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
-    found["grammar_ends"] = scheduler.GRAMMAR_ENDS.targets[since(version, "0.5.16")].module
-    found["preempted_requests"] = scheduler.PREEMPTED_REQUESTS.targets[-1 + since(version, "0.5.22")].module
-    found |= {} if since(version, "0.5.15") else {"shared_beginnings": scheduler.SWA_CACHE.partition(":")[0]}
-    copies = scheduler.FENCED_COPIES.targets[3 + since(version, "0.5.18")].where
-    ours = http_rows.expected(version) | (SINCE_0_5_23 if since(version, "0.5.23") else {"fenced_copies": copies})
+    ours = http_rows.expected(version) | scheduler_rows.expected(version)
+    ours |= SINCE_0_5_23 if since(version, "0.5.23") else {}
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
@@ -78,8 +73,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", **of_steps}
-    found |= {"freed_windows": scheduler.FREED_WINDOWS.targets[0].module} if version == "0.5.18" else {}
-    return found | dict(("cached_beginning", module) for first, module in CUT_IN.items() if since(version, first))
+    return found
 
 
 def index_names(version: str) -> tuple[int, int, int]:

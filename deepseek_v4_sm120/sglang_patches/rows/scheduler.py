@@ -23,6 +23,7 @@ _grammars = targets_of_fix("grammars")
 _beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stripped_thoughts")
 _preempted, _grammar_ends = targets_of_fix("preempted_requests"), targets_of_fix("grammar_ends")
 _fenced, OF_SELF = targets_of_fix("fenced_copies"), Parameters(("self",))
+_mixed, BATCH = targets_of_fix("mixed_chunks"), "sglang.srt.managers.schedule_batch:ScheduleBatch"
 
 LONGEST_PROMPT = Patch(
     name="longest_prompt",
@@ -145,6 +146,39 @@ PREEMPTED_REQUESTS = Patch(
         ),
     ),
     retire="when SGLang keeps who gave way in a list",
+)
+
+WAITING_CHUNKS = Patch(
+    name="waiting_chunks",
+    why="without a prefix cache (--disable-radix-cache), where the sliding windows hold two chunks and a page or less, "
+    "a long prompt waits for slots that only it holds, and that it gives back only with its next chunk: it and all "
+    "requests behind it wait for ever, on an idle server, too (sglang #36458, open)",
+    targets=(
+        targets_of_fix("waiting_chunks")(
+            f"{ADDER}.add_chunked_req", "add_chunk", Parameters(("self", "req")), ">=0.5.17,<0.6"
+        ),
+    ),
+    retire="when SGLang gives back what a prompt's window has left before it asks for room",
+    absent="up to 0.5.16 nobody has looked",
+)
+
+MIXED_CHUNKS = Patch(
+    name="mixed_chunks",
+    why="with --enable-mixed-chunk prompts that are let in take the slots which the pass's own answers need, and the "
+    'allocation ends the server: "Decode out of memory" (0.5.22 asks first). And up to 0.5.18 an answer that sat out a '
+    "pass, because a prompt asked for log-probabilities, goes on a position too far, and nothing says so",
+    targets=(
+        _mixed(
+            f"{SCHEDULER}._get_new_batch_prefill_raw",
+            "next_prompts",
+            Parameters(("self", "prefill_delayer_single_pass", "running_batch")),
+            ">=0.5.17,<0.5.22",
+        ),
+        _mixed(f"{BATCH}.prepare_for_extend", "prepare", OF_SELF, ">=0.5.17,<0.5.22"),
+        _mixed(f"{BATCH}.mix_with_running", "mix", Parameters(("self", "running_batch")), ">=0.5.17,<0.5.19"),
+    ),
+    retire="with SGLang 0.5.21",
+    absent="from 0.5.22 on SGLang asks first; up to 0.5.16 nobody has looked",
 )
 
 FENCED_COPIES = Patch(

@@ -1,0 +1,26 @@
+"""What the table finds of the scheduler's rows in each release: test_wheels.py's part for rows/scheduler.py."""
+
+from deepseek_v4_sm120.sglang_patches.rows import scheduler as rows
+from tests.patching.wheels import since
+
+CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
+
+
+def expected(version: str) -> dict[str, str]:
+    """Patch -> place of its last target."""
+    found = {
+        "grammar_ends": rows.GRAMMAR_ENDS.targets[since(version, "0.5.16")].where,
+        "preempted_requests": rows.PREEMPTED_REQUESTS.targets[-1 + since(version, "0.5.22")].where,
+    }
+    if not since(version, "0.5.13"):
+        found["padded_rows"] = rows.GRAPH_INPUTS
+    if not since(version, "0.5.15"):
+        found["shared_beginnings"] = rows.SWA_CACHE
+    if since(version, "0.5.17"):
+        found["waiting_chunks"] = rows.ADDER
+        found |= {} if since(version, "0.5.22") else {"mixed_chunks": rows.BATCH}
+    if version == "0.5.18":
+        found["freed_windows"] = rows.FREED_WINDOWS.targets[0].where
+    if not since(version, "0.5.23"):
+        found["fenced_copies"] = rows.FENCED_COPIES.targets[3 + since(version, "0.5.18")].where
+    return found | dict(("cached_beginning", module) for first, module in CUT_IN.items() if since(version, first))
