@@ -174,10 +174,10 @@ def taken(plan: Plan) -> list[str]:
     gpus, needed = nvidia_smi.read(facts.run_command).gpus, plan.weights / (1 << 20)
     cards = plan_command.cards(gpus, os.environ)[: plan.request.gpus] if len({gpu.name for gpu in gpus}) == 1 else []
     return [
-        f"GPU {gpu.index} has {gpu.memory_total - gpu.memory_used} of {gpu.memory_total} MiB free, for {needed:.0f}"
+        f"GPU {gpu.index} has {gpu.memory_free} of {gpu.memory_total} MiB free, for {needed:.0f}"
         f" of weights: is another server on it, or one that just ends? {visible.VISIBLE} chooses others"
         for gpu in cards
-        if gpu is not None and 0 < gpu.memory_total < needed + gpu.memory_used
+        if gpu is not None and gpu.memory_total and gpu.memory_free < needed
     ]
 
 
