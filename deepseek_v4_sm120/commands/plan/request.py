@@ -173,7 +173,12 @@ class Plan:
     @property
     def static_bytes(self) -> float:
         """What --mem-fraction-static gives to weights and pools."""
-        return self.fraction * self.card_bytes
+        return self.fraction * self.free_bytes
+
+    @property
+    def free_bytes(self) -> float:
+        """What is free when SGLang takes its fraction, in front of the weights."""
+        return memory.free_at_start(self.card_bytes)
 
     @property
     def card_bytes(self) -> int:
@@ -196,7 +201,7 @@ class Plan:
     @property
     def left_free(self) -> float:
         """Bytes outside of the static part that no reserve claims."""
-        return self.card_bytes - self.static_bytes - sum(r.bytes for r in self.reserves)
+        return self.free_bytes - self.static_bytes - sum(r.bytes for r in self.reserves)
 
     @property
     def off_by(self) -> float:
@@ -212,4 +217,5 @@ class Plan:
     def is_tight(self) -> bool:
         """It fits only if the estimates hold: less is left, outside or inside of the static part, than they may be
         short by."""
-        return self.fits and (self.left_free < self.off_by or self.spare < self.weights * memory.WEIGHTS_OFF_BY)
+        inside = memory.static_off_by(self.weights, self.fraction)
+        return self.fits and (self.left_free < self.off_by or self.spare < inside)
