@@ -51,7 +51,7 @@ def plans_of(release: str) -> list[Plan]:
 def case(plan: Plan) -> dict:
     """What SGLang is asked: the bytes that the plan leaves to its pools, and the plan's own flags."""
     return {
-        "available_bytes": int(plan.static_bytes - plan.weights),
+        "available_bytes": int(plan.pool_bytes),
         "max_running_requests": plan.request.concurrency,
         "chunked_prefill_size": plan.chunk,
         "prefix_tails": plan.prefix_tails,
@@ -115,14 +115,15 @@ def test_the_pools_have_what_this_release_leaves_them(release):
     wheel, function = fetch(release), "_profile_available_bytes"
     where = next(one for one in PROFILED_BY if WheelSources(wheel).read(one[0]) is not None and _has(wheel, *one))
     for plan in plans_of(release):
-        free_gb, left_gb = plan.free_bytes / memory.GIB, (plan.free_bytes - plan.weights) / memory.GIB
+        free_gb = plan.free_bytes / memory.GIB
+        left_gb = free_gb - (plan.weights + plan.given_back) / memory.GIB
         said = Ample(mem_fraction_static=plan.fraction, mambaish_config=None)
         said.server_args = said
         names = {"get_schedule": lambda said=said: said, "mm_runtime_reservation_gb": lambda **_: 0.0}
         names |= {"get_available_gpu_memory": lambda *_, left=left_gb, **__: left, "math": math}
         profile = take(wheel, names, f"{where[1]}.{function}", where[0])
-        if plan.static_bytes > plan.weights:
-            assert profile(said, free_gb) == pytest.approx(plan.static_bytes - plan.weights, abs=4096)
+        if plan.pool_bytes > 0:
+            assert profile(said, free_gb) == pytest.approx(plan.pool_bytes, abs=4096)
 
 
 def _has(wheel, module, kind):

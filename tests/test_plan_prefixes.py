@@ -70,18 +70,18 @@ def test_what_a_cached_chunk_keeps_of_its_windows(version, chunk, drafts):
 
 
 @pytest.mark.parametrize("speculation", [None, Speculation(EAGLE, 2)])
-@pytest.mark.parametrize(("gpus", "streams", "context"), [(2, 1, 393_216), (2, 8, 131_072), (4, 32, 131_072)])
+@pytest.mark.parametrize(("gpus", "streams", "context"), [(2, 1, 393_216), (2, 8, 65_536), (4, 32, 131_072)])
 def test_a_plan_keeps_the_windows_of_what_its_kv_cache_holds(gpus, streams, context, speculation):
     plan = launch.make(request(gpus=gpus, concurrency=streams, context=context, speculation=speculation))
     kept = memory.kept_prefix_tokens(M, plan.prefix_tails, plan.chunk)
-    assert kept == pytest.approx(plan.tokens, rel=0.02) and plan.tokens >= streams * context
+    assert kept == pytest.approx(plan.tokens, rel=0.01, abs=4 * plan.chunk) and plan.tokens >= streams * context
     assert flags(plan)["--swa-prefix-tails"] == str(plan.prefix_tails)
     assert plan.prefix_tails > memory.CACHED_PREFIXES * streams == _by_default(plan).prefix_tails
     assert _by_default(plan).tokens(_room(plan)) > plan.tokens
 
 
 def _room(plan):
-    return plan.static_bytes - plan.weights
+    return plan.pool_bytes
 
 
 def _by_default(plan):

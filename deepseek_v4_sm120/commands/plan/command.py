@@ -267,7 +267,7 @@ def verdict(plan: Plan) -> str:
 
 def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     r = plan.request
-    pools, static = plan.pools, plan.static_bytes
+    pools = plan.pools
     wo_a = "wo_a in bf16 as SGLang holds it on SM120" if r.wo_a_bf16 else "wo_a in FP8 as it is stored"
     twice = "; what is compared twice" if r.shadow else ""
     at_start = "estimate: CUDA's context, NCCL, and what the driver keeps"
@@ -278,7 +278,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
         rows.append(
             ("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests, chunk and prefixes")
         )
-    rows.append(("KV cache", max(0.0, static - plan.weights - pools.fixed_bytes), f"{plan.tokens:,} tokens"))
+    rows.append(("KV cache", max(0.0, plan.pool_bytes - pools.fixed_bytes), f"{plan.tokens:,} tokens"))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
     off_by = f"the estimates may be short by {plan.off_by / 1e9:.1f}"
     rows += [("left free", plan.left_free, off_by)]

@@ -107,7 +107,12 @@ def weight_bytes(m: Model, tp: int, *, drafts: bool, wo_a_bf16: bool) -> float:
             divided, whole = (divided + total, whole) if is_divided else (divided, whole + total)
     inputs = 2 if m.dspark_block is None else m.dspark_stages  # projections into the drafter, [hidden, hidden] each
     whole += inputs * square_bytes(m) * drafts + 4 * m.vocab * m.experts_per_token * m.hash_layers
-    return (divided + 4 * m.vocab * m.hidden) / tp + whole
+    return divided / tp + head_and_embedding_bytes(m, tp) + whole
+
+
+def head_and_embedding_bytes(m: Model, tp: int) -> float:
+    """Of one rank; an MTP block has its own, too, until it is given the model's, when the pools have their size."""
+    return 4 * m.vocab * m.hidden / tp
 
 
 def shadow_bytes(m: Model, tp: int, *, drafts: bool, replaced: Collection[str]) -> float:
@@ -399,7 +404,7 @@ def reserves(
     of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts, halved[1]) if captured else 0.0
     behind, selection = [], []
     if drafter_behind:
-        loaded = drafter_behind + 4 * m.vocab * m.hidden / tp
+        loaded = drafter_behind + head_and_embedding_bytes(m, tp)
         behind = [Reserve("drafter, loaded behind the pools", loaded, "its weights; SGLang sizes the pools first")]
     if "index_select" in replaced:
         own = INDEX_SELECT_PREFILL_BYTES + INDEX_SELECT_DECODE_BYTES
