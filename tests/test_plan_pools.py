@@ -1,20 +1,26 @@
 """The plan's pools against SGLang's own configurator, executed from the wheel of every release that we know."""
 
+import contextlib
 import functools
 import json
+import math
 import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deepseek_v4_sm120.commands.plan import launch, memory, models
 from deepseek_v4_sm120.commands.plan.request import Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, DSPARK_SINCE, EAGLE, Speculation
 from tests.patching.conftest import sglang_wheel  # noqa: F401
-from tests.patching.wheels import RELEASES
+from tests.patching.test_wheel_longest_prompt import Ample
+from tests.patching.test_wheel_wo_a import definition, take
+from tests.patching.wheels import RELEASES, WheelSources, fetch, since
 
 HERE = Path(__file__).parent
 MEMORY = int(96 * launch.REPORTED_PER_GB)
@@ -22,6 +28,11 @@ SPECULATIONS = (
     *((models.FLASH, speculation) for speculation in (None, Speculation(EAGLE, 2), Speculation(EAGLE, 4))),
     (models.FLASH_0731, Speculation(DSPARK, 4)),
 )
+PROFILED_BY = (
+    ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator"),
+    ("sglang.srt.model_executor.model_runner_kv_cache_mixin", "ModelRunnerKVCacheMixin"),
+)
+OF_A_PASS = ("prefill activations", "wo_a of a prompt", "experts of a", "page table", "index ", "log-probabilities")
 PLANS = [
     {"gpus": gpus, "model": model, "speculation": speculation, "concurrency": streams, "context": context}
     for gpus in (2, 4, 8)
@@ -40,7 +51,7 @@ def plans_of(release: str) -> list[Plan]:
 def case(plan: Plan) -> dict:
     """What SGLang is asked: the bytes that the plan leaves to its pools, and the plan's own flags."""
     return {
-        "available_bytes": int(plan.static_bytes - plan.weights),
+        "available_bytes": int(plan.pool_bytes),
         "max_running_requests": plan.request.concurrency,
         "chunked_prefill_size": plan.chunk,
         "prefix_tails": plan.prefix_tails,
@@ -92,3 +103,67 @@ def test_a_plans_flags_are_arguments_of_this_release(sglang_wheel, release):  # 
     for plan in plans_of(release):
         names = {flag.name.removeprefix("--").replace("-", "_") for flag in plan.flags}
         assert names <= fields, names - fields
+
+
+# ---- what the pools are made of, and what is outside of them
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_pools_have_what_this_release_leaves_them(release):
+    """Its own function, on cards with what a plan says is free in front of the weights: the fraction is of that, and
+    not of the card."""
+    wheel, function = fetch(release), "_profile_available_bytes"
+    where = next(one for one in PROFILED_BY if WheelSources(wheel).read(one[0]) is not None and _has(wheel, *one))
+    for plan in plans_of(release):
+        free_gb = plan.free_bytes / memory.GIB
+        left_gb = free_gb - (plan.weights + plan.given_back) / memory.GIB
+        said = Ample(mem_fraction_static=plan.fraction, mambaish_config=None)
+        said.server_args = said
+        names = {"get_schedule": lambda said=said: said, "mm_runtime_reservation_gb": lambda **_: 0.0}
+        names |= {"get_available_gpu_memory": lambda *_, left=left_gb, **__: left, "math": math}
+        profile = take(wheel, names, f"{where[1]}.{function}", where[0])
+        if plan.pool_bytes > 0:
+            assert profile(said, free_gb) == pytest.approx(plan.pool_bytes, abs=4096)
+
+
+def _has(wheel, module, kind):
+    return definition(wheel, f"{kind}._profile_available_bytes", module) is not None
+
+
+def test_what_is_there_in_front_of_the_weights():
+    """An RTX PRO 6000 as others' logs have it, and two cards by their own drivers."""
+    cuda = 97_249 << 20  # 94.97 GiB
+    assert (97_887 << 20) - cuda == pytest.approx(memory.KEPT_BY_DRIVER, abs=4 << 20)
+    for name in ("h200", "h100"):
+        xml = (HERE / f"data/nvidia_smi_{name}.xml").read_text()
+        found = re.search(r"<fb_memory_usage>\s*<total>(\d+) MiB</total>\s*<reserved>(\d+)", xml)
+        total, reserved = int(found[1]) << 20, int(found[2]) << 20
+        assert reserved <= memory.KEPT_BY_DRIVER <= reserved + (200 << 20)
+        assert memory.free_at_start(total) == total - memory.KEPT_BY_DRIVER - memory.AT_START
+    assert memory.free_at_start(1 << 30) == 0
+
+
+@pytest.mark.parametrize("release", [r for r in RELEASES if since(r, "0.5.16")])
+def test_a_prompts_log_probabilities_have_room(release):
+    """So many rows at a time as this release has it; what a plan keeps for a pass's scratch holds them."""
+    text = zipfile.ZipFile(fetch(release)).read("sglang/srt/environ.py").decode()
+    assert re.search(r"SGLANG_ENABLE_LOGPROB_CHUNK = EnvBool\w*\(\s*True", text)
+    assert re.search(rf"SGLANG_LOGPROB_CHUNK_SIZE = EnvInt\w*\(\s*{memory.LOGPROB_ROWS}\b", text)
+    for plan in plans_of(release):
+        of_a_pass = [r.bytes for r in plan.reserves if any(word in r.what for word in OF_A_PASS)]
+        rows = min(plan.chunk, memory.LOGPROB_ROWS)
+        assert sum(of_a_pass) >= 2 * rows * plan.request.model.vocab * 4
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_table_of_the_request_slots_is_beside_the_pools(release):
+    """SGLang's own, made when the pools have their size: 1.1 GB of 256 slots at a million tokens."""
+    saver = SimpleNamespace(create=lambda **_: SimpleNamespace(region=lambda *_, **__: contextlib.nullcontext()))
+    names, made = {"torch": torch, "TorchMemorySaverAdapter": saver}, SimpleNamespace()
+    init = take(fetch(release), names, "ReqToTokenPool.__init__", "sglang.srt.mem_cache.memory_pool")
+    init(made, 8, 4096, "cpu", False)
+    planned = memory.slot_tables_bytes(8, 4096, 0)
+    assert planned - 4096 * 4 <= made.req_to_token.nbytes <= planned
+    plan = launch.make(Request(models.FLASH, 8, MEMORY, 1 << 20, 256, None, release))
+    table = next(r.bytes for r in plan.reserves if r.what == "tables of the request slots")
+    assert table >= 257 * (1 << 20) * 4 + 16 * plan.tokens

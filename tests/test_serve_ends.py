@@ -158,6 +158,7 @@ def test_a_start_may_take_as_long_as_it_takes(monkeypatch, capsys):
         ((90_000, 90_000, 0, 0), None, [], [0, 1]),
         ((90_000, 90_000, 0, 0), "2,3", [], []),
         ((0, 0, 0, 90_000), "2,3", [], [3]),
+        ((20_200, 21_000, 0, 0), None, [], [1]),  # 76,750 MiB of weights; of 97,887 the driver keeps 616
         ((9_000, 0, 90_000, 90_000), None, [], []),  # a monitor, another server
         ((90_000, 90_000, 0, 0), None, ["--base-gpu-id=2"], []),
     ],
@@ -195,3 +196,32 @@ def test_the_address_of_a_server_with_tls(words, monkeypatch):
     plan = ["serve", "--gpus", "2", "--memory", "96", "--sglang", "0.5.17", "--port", "4000"]
     assert main([*plan, "--", *words]) == 0
     assert asked == [f"{'https' if words else 'http'}://127.0.0.1:4000"]
+
+
+UP = "The server is fired up and ready to roll!"
+TORCH = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 970.00 MiB. GPU 0 has"
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["Load weight begin. avail mem=94", TORCH], "loading weights: is another process on the cards? Else more"),
+        (
+            ["Load weight end.", "RuntimeError: Not enough memory. Please try to increase"],
+            "for the KV cache: above 0.93",
+        ),
+        (["Load weight end.", "x leaves no room for the full KV pool"], "for the KV cache: above 0.93"),
+        (["Capture target decode CUDA graph begin.", TORCH], "capturing CUDA graphs: a --mem-fraction-static that is"),
+        (["graphs: CUDA graph end.", UP, TORCH, "CUDA graph begin"], "while serving: a --mem-fraction-static that is"),
+        ([UP, "RuntimeError: Prefill out of memory. Try to lower your batch size."], None),  # of the KV cache's slots
+        ([UP, "MemoryError"], None),
+    ],
+)
+def test_what_a_card_lacked_is_told_with_its_flag(lines, told, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "_show_status", lambda *_: None)
+    script = f"import sys, time\nfor line in {lines!r}: print(line, flush=True)\ntime.sleep(0.2)\nsys.exit({{}})"
+    for code in (3, 0):
+        words = [sys.executable, "-c", script.format(code)]
+        assert serve.supervise(words, os.environ, "http://127.0.0.1:9") == min(code, 1)
+        said = [line for line in capsys.readouterr().out.splitlines() if "memory was too little" in line]
+        assert len(said) == bool(told and code) and all(f"too little {told}" in line for line in said)

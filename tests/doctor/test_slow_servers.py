@@ -402,12 +402,12 @@ VERDICT = {"transport": "peer", "text": "2 cards sum by way of each other's memo
     [
         (0, [], False, [True]),
         (97000, [], False, []),  # somebody's, of whom nothing is known: of a container's processes nothing is seen
-        (97887 - 2048, [], False, [True]),
-        (97887 - 1024, [report(found={"all_reduce": VERDICT})], False, [False]),
-        (97887 - 1023, [report(found={"all_reduce": VERDICT})], False, []),
-        (97887 - 2048, [report()], False, [True]),
-        (97887 - 2047, [report()], False, []),
-        (97887 - 2047, [], True, []),
+        (97887 - 616 - 2048, [], False, [True]),
+        (97887 - 616 - 1024, [report(found={"all_reduce": VERDICT})], False, [False]),
+        (97887 - 616 - 1023, [report(found={"all_reduce": VERDICT})], False, []),
+        (97887 - 616 - 2048, [report()], False, [True]),
+        (97887 - 616 - 2047, [report()], False, []),
+        (97887 - 616 - 2047, [], True, []),
     ],
 )
 def test_a_running_servers_memory_is_not_taken_for_trials(tmp_path, monkeypatch, used, processes, is_serving, asked):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from deepseek_v4_sm120.commands.serve.command import READY, STAGES
+from deepseek_v4_sm120.commands.serve.command import POOLS, READY, STAGES
 from tests.e2e.start_stage import PARTS, parts
 from tests.patching.wheels import content, every_release, fetch, members, since
 
@@ -28,6 +28,13 @@ def test_every_stage_and_part_has_its_line(version):
         ends = re.findall(r'"(Load weight end|Init [\w ]+ ends)\b', text)
         assert len(set(ends)) == 2 and all(PARTS.search(f"{end}. elapsed=1.00 s") for end in ends), ends
         assert re.search(r"CUDA graph end\. \"\s+f\"elapsed=", text)
+
+
+@every_release()
+def test_pools_without_room_are_told_in_these_words(version):
+    """The first of them in every release, the others in those that have pools of a fixed size, or count drafts."""
+    text = re.sub(r'"\s+f?"', "", sources(version))
+    assert [words in text for words in POOLS] == [True, since(version, "0.5.14"), since(version, "0.5.14")]
 
 
 @every_release()

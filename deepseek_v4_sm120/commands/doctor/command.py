@@ -67,7 +67,7 @@ def _probe(found: facts.Facts) -> tuple[dict | None, str | None]:
     is_known, wanted = found.is_serving or bool((found.status or {}).get("processes")), PROBE_MIB * (1 + with_sums)
     tried = [gpu for gpu in found.smi.gpus if gpu.index in found.used]
     used = [gpu for gpu in tried if is_known or gpu.memory_used > gpu_checks.IDLE_MEMORY_MIB]
-    free = min((gpu.memory_total - gpu.memory_used for gpu in used if gpu.memory_total), default=wanted)
+    free = min((gpu.memory_free for gpu in used if gpu.memory_total), default=wanted)
     if free < wanted:
         return None, f"not tried beside a running server: it may take {wanted} MiB of a card, which has {free} free"
     console.say(f"doctor: copies between cards and host, {PROBE_SECONDS:.0f} s at most (--quick: none)", sys.stderr)

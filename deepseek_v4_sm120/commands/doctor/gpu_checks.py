@@ -205,7 +205,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         others = [p for p in large if p.pid not in ours and not p.name.startswith(NOT_OTHERS)]
         is_ours = any(p.pid in ours or p.name.startswith(SGLANGS) for p in gpu.processes)
         found = f"{gpu.memory_used} of {gpu.memory_total} MiB in use"
-        free = gpu.memory_total - gpu.memory_used
+        free = gpu.memory_free
         if not gpu.memory_total:
             yield not_run(name, "the driver does not tell")
         elif serving and free < 1024:

@@ -51,6 +51,11 @@ class Gpu:
     mode: str | None = None  # Exclusive_Process, .. where not every process may compute
     virtual: str | None = None  # Pass-Through, VGPU, ..
     window: int | None = None  # MiB of its memory that others on the bus can reach at once (BAR1)
+    memory_reserved: int = 0  # of the total, which the driver keeps and nobody can have
+
+    @property
+    def memory_free(self) -> int:
+        return self.memory_total - self.memory_reserved - self.memory_used
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         bus_id=_sysfs_bus_id(_text(node, "pci/pci_bus_id") or node.get("id") or ""),
         memory_total=_number(node, "fb_memory_usage/total") or 0,
         memory_used=_number(node, "fb_memory_usage/used") or 0,
+        memory_reserved=_number(node, "fb_memory_usage/reserved") or 0,
         link_generation=(
             _of_link(link, "pcie_gen/current_link_gen"),
             _greatest(_of_link(link, "pcie_gen/max_device_link_gen"), _of_link(link, "pcie_gen/max_link_gen")),

@@ -205,6 +205,7 @@ def as_dict(plan: Plan) -> dict:
     return {
         "fits": plan.fits,
         "tight": plan.is_tight,
+        "free_at_start_bytes": plan.free_bytes,
         "left_free_bytes": plan.left_free,
         "estimates_off_by_bytes": plan.off_by,
         "request": asdict(r),
@@ -266,21 +267,23 @@ def verdict(plan: Plan) -> str:
 
 def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     r = plan.request
-    pools, static = plan.pools, plan.static_bytes
+    pools = plan.pools
     wo_a = "wo_a in bf16 as SGLang holds it on SM120" if r.wo_a_bf16 else "wo_a in FP8 as it is stored"
     twice = "; what is compared twice" if r.shadow else ""
-    rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}")]
+    at_start = "estimate: CUDA's context, NCCL, and what the driver keeps"
+    rows = [("taken in front of the weights", plan.card_bytes - plan.free_bytes, at_start)]
+    rows.append(("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}"))
     rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
     if pools.window_tokens is not None:
         rows.append(
             ("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests, chunk and prefixes")
         )
-    rows.append(("KV cache", max(0.0, static - plan.weights - pools.fixed_bytes), f"{plan.tokens:,} tokens"))
+    rows.append(("KV cache", max(0.0, plan.pool_bytes - pools.fixed_bytes), f"{plan.tokens:,} tokens"))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
     off_by = f"the estimates may be short by {plan.off_by / 1e9:.1f}"
     rows += [("left free", plan.left_free, off_by)]
     return [(what, f"{size / 1e9:7.2f}", source) for what, size, source in rows] + [
-        ("card", f"{plan.card_bytes / 1e9:7.2f}", f"{plan.fraction:.2f} of it static")
+        ("card", f"{plan.card_bytes / 1e9:7.2f}", f"{plan.fraction:.2f} of the {plan.free_bytes / 1e9:.2f} static")
     ]
 
 
@@ -326,15 +329,15 @@ def draft_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def why_not(plan: Plan) -> str:
     r = plan.request
-    card = plan.card_bytes / 1e9
+    card = plan.free_bytes / 1e9
     scratch = (plan.pools.fixed_bytes + sum(x.bytes for x in plan.reserves)) / 1e9
     if plan.weights > launch.memory.MOST_FRACTION * card * 1e9:
-        reason = f"{plan.weights / 1e9:.1f} GB of weights on a card of {card:.1f} GB"
+        reason = f"{plan.weights / 1e9:.1f} GB of weights on a card with {card:.1f} GB for them"
     elif plan.weights / 1e9 + scratch > card:
         reason = (
             f"{plan.weights / 1e9:.1f} GB of weights, and {scratch:.1f} GB for {r.concurrency} streams beside them, "
         )
-        reason += f"on a card of {card:.1f} GB"
+        reason += f"on a card with {card:.1f} GB for them"
     elif plan.tokens >= r.context:
         slots = plan.pools.window(plan.tokens)
         reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_needed:,}"

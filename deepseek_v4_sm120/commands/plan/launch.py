@@ -94,19 +94,24 @@ def make(request: Request) -> Plan:
 def _best(plans: list[Plan]) -> Plan:
     """The first, the largest chunk with graphs, that costs hardly any capacity or none that is missed: twice what all
     streams at full length hold is enough, half of it for the prefix cache. Graphs of more than the usual rows are worth
-    only what nobody misses. Where none fits, the most capacity."""
+    only what nobody misses. None that hangs on estimates where another does not. Where none fits, the most capacity."""
     request, most = plans[0].request, max(plan.tokens for plan in plans)
     enough = ENOUGH * request.concurrency * request.context
     usual = CAPTURED_ROWS if request.prefill_graphs is None else request.prefill_graphs
     least = {p.captured: enough if p.captured > usual else min(0.9 * most, enough) for p in plans}
-    return next((p for p in plans if p.fits and p.tokens >= least[p.captured]), max(plans, key=lambda p: p.tokens))
+    enough_of = [p for p in plans if p.fits and p.tokens >= least[p.captured]] or [max(plans, key=lambda p: p.tokens)]
+    return next((p for p in enough_of if not p.is_tight), enough_of[0])
 
 
 def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Plan:
     m, tp, version = request.model, request.gpus, request.version
-    total, drafts = request.memory_mib * (1 << 20), request.rows > 0
+    free, drafts = memory.free_at_start(request.memory_mib * (1 << 20)), request.rows > 0
     is_behind = drafts and version < memory.DRAFTER_FIRST_SINCE
     weights = _weights(request, drafts and not is_behind)
+    has_own = drafts and not is_behind and request.speculation.algorithm == EAGLE
+    given_back = memory.head_and_embedding_bytes(m, tp) if has_own else 0.0
+    sized = functools.partial(memory.pools, m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
+    pools, tails = sized(), None
     reserves = memory.reserves(
         m,
         tp=tp,
@@ -119,18 +124,20 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         halved=request.halved(captured),
         shadow=request.shadow is not None,
         drafter_behind=_weights(request, True) - weights if is_behind else 0.0,
+        requests=request.concurrency,
+        tokens=pools.tokens(memory.MOST_FRACTION * free - weights - given_back),
     )
-    outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
-    fraction = math.floor((1 - outside / total) / STEP) * STEP
+    outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves) - given_back
+    fraction = math.floor((1 - outside / max(free, 1.0)) / STEP) * STEP
     fraction = round(max(0.0, min(memory.MOST_FRACTION, fraction)), 2)  # as it is given to the server
-    sized = functools.partial(memory.pools, m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
-    pools, room, tails = sized(), fraction * total - weights, None
+    room = fraction * free - weights - given_back
     if request.may_keep_prefixes:
-        streams = request.concurrency * request.context
+        short = memory.static_off_by(weights, fraction) / pools.token_bytes  # of tokens, as many as may be
+        streams = request.concurrency * request.context + math.ceil(short)
         tails = memory.wanted_prefix_tails(m, pools, chunk=chunk, room=room, tokens=streams)
         pools = pools if tails is None else sized(prefix_tails=tails)
     tokens = pools.tokens(room)
-    return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, prefix_tails=tails)
+    return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, tails, given_back)
 
 
 def _weights(request: Request, drafts: bool) -> float:

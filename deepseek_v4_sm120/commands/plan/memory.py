@@ -32,6 +32,11 @@ STATE_BYTES = 4  # fp32
 MOST_FRACTION = 0.93  # above it ranks were lost hours after the start
 # index_select's own bounds of a call, whatever the context (ops/index_select.py; a test compares)
 INDEX_SELECT_PREFILL_BYTES, INDEX_SELECT_DECODE_BYTES = 256 << 20, 64 << 20
+# --mem-fraction-static is a fraction of what is free when SGLang has set up its processes, in front of the weights.
+# The driver keeps some of what it reports: of an RTX PRO 6000's 97,887 MiB CUDA has 94.97 GiB. And then CUDA's context,
+# libraries and NCCL are there: with eight H20 93.56 of 95.09 GiB were free (a log of others'). More comes later
+KEPT_BY_DRIVER, AT_START, AFTER_START = 640 << 20, 1.5 * GIB, 0.75 * GIB
+LOGPROB_ROWS = 2048  # of a prompt whose log-probabilities SGLang computes at a time, from 0.5.16 on
 # what may be short, as a share: estimates, which nobody has measured on SM120; weights by shape against published files
 ESTIMATE_OFF_BY, WEIGHTS_OFF_BY = 0.5, 0.002
 CHUNKS = (8192, 4096, 2048, 1024)
@@ -102,7 +107,12 @@ def weight_bytes(m: Model, tp: int, *, drafts: bool, wo_a_bf16: bool) -> float:
             divided, whole = (divided + total, whole) if is_divided else (divided, whole + total)
     inputs = 2 if m.dspark_block is None else m.dspark_stages  # projections into the drafter, [hidden, hidden] each
     whole += inputs * square_bytes(m) * drafts + 4 * m.vocab * m.experts_per_token * m.hash_layers
-    return (divided + 4 * m.vocab * m.hidden) / tp + whole
+    return divided / tp + head_and_embedding_bytes(m, tp) + whole
+
+
+def head_and_embedding_bytes(m: Model, tp: int) -> float:
+    """Of one rank; an MTP block has its own, too, until it is given the model's, when the pools have their size."""
+    return 4 * m.vocab * m.hidden / tp
 
 
 def shadow_bytes(m: Model, tp: int, *, drafts: bool, replaced: Collection[str]) -> float:
@@ -239,6 +249,16 @@ def _c4_state_bytes(m: Model) -> int:
 # ---- scratch: what is outside of SGLang's static fraction
 
 
+def free_at_start(card_bytes: float) -> float:
+    """Of a card with so many bytes by the driver what --mem-fraction-static is a fraction of."""
+    return max(0.0, card_bytes - KEPT_BY_DRIVER - AT_START)
+
+
+def static_off_by(weights: float, fraction: float) -> float:
+    """Bytes by which the pools may turn out smaller than what is planned."""
+    return weights * WEIGHTS_OFF_BY + fraction * AT_START * ESTIMATE_OFF_BY
+
+
 @dataclass(frozen=True)
 class Reserve:
     """off_by: how many bytes more it may turn out to be; 0 where a bound is enforced or the arithmetic exact."""
@@ -330,6 +350,17 @@ def row_tables_bytes(rows: int, context: int) -> int:
     return rows * math.ceil(context / PAGE_TOKENS) * 4 + c128_list_bytes(rows, context)
 
 
+def slot_tables_bytes(requests: int, context: int, tokens: int) -> int:
+    """Where each request's tokens are, an int32 for each token that it may have, used or not, and a slot for rows that
+    pad; and of each token that the KV cache holds its place in the sliding windows and in the prefix cache, int64."""
+    return (requests + 1) * context * 4 + 2 * tokens * 8
+
+
+def logits_bytes(m: Model, rows: int) -> int:
+    """Of a prompt whose log-probabilities are asked for: float32 logits, and their rows once more."""
+    return 2 * min(rows, LOGPROB_ROWS) * m.vocab * 4
+
+
 def prefill_graphs_bytes(
     m: Model, tp: int, sizes: Sequence[int], context: int, has_experts: bool, halved_from: int = 0
 ) -> float:
@@ -358,22 +389,22 @@ def reserves(
     halved: tuple[int, int] = (0, 0),
     shadow: bool = False,
     drafter_behind: float = 0.0,
+    requests: int = 1,
+    tokens: int = 0,
 ) -> list[Reserve]:
     """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
     the operators that are ours; drafts: whether a draft's head is kept in E4M3; captured: rows of the passes of prompts
     that are captured; halved: rows from which on a pass goes in halves, without graphs and in them, 0: none; shadow:
     whether SGLang's own run beside ours; drafter_behind: bytes of a drafter that is loaded when the pools have their
-    size, which brings an embedding and a head of its own until it shares the model's."""
+    size, which brings an embedding and a head of its own until it shares the model's; requests: slots; tokens: of
+    capacity, at most."""
     heads = m.heads // tp
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
-    experts = experts_bytes(m, tp, chunk, has_experts)
     graphs = (0.5 + 0.02 * rows) * GIB
     of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts, halved[1]) if captured else 0.0
-    in_halves = 0 < halved[0] <= chunk
-    tables, of_tables = row_tables_bytes(chunk, context), "[chunk, context / 256] and [chunk, context / 128] int32"
     behind, selection = [], []
     if drafter_behind:
-        loaded = drafter_behind + 4 * m.vocab * m.hidden / tp
+        loaded = drafter_behind + head_and_embedding_bytes(m, tp)
         behind = [Reserve("drafter, loaded behind the pools", loaded, "its weights; SGLang sizes the pools first")]
     if "index_select" in replaced:
         own = INDEX_SELECT_PREFILL_BYTES + INDEX_SELECT_DECODE_BYTES
@@ -383,8 +414,12 @@ def reserves(
         logits = index_logits_bytes(chunk, context) + index_logits_bytes(rows, context)
         basis = "[rows, context / 4] fp32 of the stock indexer"
         selection.append(Reserve("index logits, chunk and graphs", logits, basis))
+    of_a_pass = [*_pass_reserves(m, tp, context, chunk, replaced, 0 < halved[0] <= chunk), *selection]
+    beyond = logits_bytes(m, chunk) - sum(r.bytes for r in of_a_pass)
+    slots = slot_tables_bytes(requests, context, tokens)
     return [
-        Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate", 1.5 * GIB * ESTIMATE_OFF_BY),
+        Reserve("kernels and NCCL, loaded later", AFTER_START, "estimate", AFTER_START * ESTIMATE_OFF_BY),
+        Reserve("tables of the request slots", slots, "[slots, context] int32, and 16 bytes a token of capacity"),
         *behind,
         Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
         *(
@@ -392,6 +427,26 @@ def reserves(
             if captured
             else []
         ),
+        *of_a_pass,
+        *(
+            [Reserve("a prompt's log-probabilities", beyond, "[rows, vocabulary] fp32 twice, beyond a pass's scratch")]
+            if beyond > 0
+            else []
+        ),
+        attention_workspace(rows, heads, context),
+        *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),
+        *([Reserve("drafts' head in E4M3", draft_head_bytes(m, tp, rows), "draft_head's own")] if drafts else []),
+    ]
+
+
+def _pass_reserves(
+    m: Model, tp: int, context: int, chunk: int, replaced: Collection[str], in_halves: bool
+) -> list[Reserve]:
+    """Of a pass of a prompt's chunk, index selection apart."""
+    has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
+    experts = experts_bytes(m, tp, chunk, has_experts)
+    tables, of_tables = row_tables_bytes(chunk, context), "[chunk, context / 256] and [chunk, context / 128] int32"
+    return [
         Reserve("prefill activations", activation_bytes(m, tp, chunk), f"arithmetic, chunk of {chunk}"),
         *(
             [Reserve("wo_a of a prompt, in bf16", expanded_wo_a_bytes(m) / tp, "wo_a's own")]
@@ -399,13 +454,9 @@ def reserves(
             else []
         ),
         Reserve("experts of a prefill chunk", experts, "mxfp4_moe's scratch" if has_experts else "arithmetic"),
-        *selection,
         Reserve(
             "page table and C128 lists of a prefill chunk",
             2 * tables if in_halves else tables,
             of_tables + (", its own and its halves'" if in_halves else ""),
         ),
-        attention_workspace(rows, heads, context),
-        *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),
-        *([Reserve("drafts' head in E4M3", draft_head_bytes(m, tp, rows), "draft_head's own")] if drafts else []),
     ]

@@ -160,6 +160,7 @@ class Plan:
     tokens: int
     captured: int = 0  # rows of a prompt's pass in graphs, at most
     prefix_tails: int | None = None  # windows of cached prefixes; None: SGLang's own number
+    given_back: float = 0.0  # bytes that the weights take while the pools are sized, and not behind that
     flags: list[Flag] = field(default_factory=list)
     environment: list[Flag] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -173,7 +174,17 @@ class Plan:
     @property
     def static_bytes(self) -> float:
         """What --mem-fraction-static gives to weights and pools."""
-        return self.fraction * self.card_bytes
+        return self.fraction * self.free_bytes
+
+    @property
+    def pool_bytes(self) -> float:
+        """What SGLang finds for its pools: 0 or less where the weights leave none."""
+        return self.static_bytes - self.weights - self.given_back
+
+    @property
+    def free_bytes(self) -> float:
+        """What is free when SGLang takes its fraction, in front of the weights."""
+        return memory.free_at_start(self.card_bytes)
 
     @property
     def card_bytes(self) -> int:
@@ -195,8 +206,8 @@ class Plan:
 
     @property
     def left_free(self) -> float:
-        """Bytes outside of the static part that no reserve claims."""
-        return self.card_bytes - self.static_bytes - sum(r.bytes for r in self.reserves)
+        """Bytes outside of weights and pools that no reserve claims."""
+        return self.free_bytes - self.static_bytes + self.given_back - sum(r.bytes for r in self.reserves)
 
     @property
     def off_by(self) -> float:
@@ -212,4 +223,5 @@ class Plan:
     def is_tight(self) -> bool:
         """It fits only if the estimates hold: less is left, outside or inside of the static part, than they may be
         short by."""
-        return self.fits and (self.left_free < self.off_by or self.spare < self.weights * memory.WEIGHTS_OFF_BY)
+        inside = memory.static_off_by(self.weights, self.fraction)
+        return self.fits and (self.left_free < self.off_by or self.spare < inside)

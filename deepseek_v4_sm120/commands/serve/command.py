@@ -52,6 +52,19 @@ STAGES = (
     ("CUDA graph end", "graphs are captured"),
     ("Uvicorn running", "warming up"),
 )
+# words by which its log tells that a card's memory, not a KV cache's, is too little -> what to do, by the stage
+POOLS = ("Not enough memory. Please try", "leave no GPU memory for the KV cache", "leaves no room for the full")
+SHORT = ("CUDA out of memory", "CUDA error: out of memory")
+NO_POOL = (
+    "above 0.93 of --mem-fraction-static ranks were lost hours later: fewer --max-running-requests or "
+    "--swa-prefix-tails, no speculation, or more cards"
+)
+ADVICE = {
+    "starting": "is another process on the cards?",
+    "loading weights": "is another process on the cards? Else more cards",
+    "capturing CUDA graphs": "a --mem-fraction-static that is 0.02 less, or DSV4_SM120_SET=prefill_graphs=off",
+}
+SERVING = "a --mem-fraction-static that is 0.02 less, or half the --chunked-prefill-size"
 READY = "The server is fired up and ready to roll"  # its own word, where nobody is heard at the address, as behind TLS
 
 
@@ -176,10 +189,10 @@ def taken(plan: Plan) -> list[str]:
     gpus, needed = nvidia_smi.read(facts.run_command).gpus, plan.weights / (1 << 20)
     cards = plan_command.cards(gpus, os.environ)[: plan.request.gpus] if len({gpu.name for gpu in gpus}) == 1 else []
     return [
-        f"GPU {gpu.index} has {gpu.memory_total - gpu.memory_used} of {gpu.memory_total} MiB free, for {needed:.0f}"
+        f"GPU {gpu.index} has {gpu.memory_free} of {gpu.memory_total} MiB free, for {needed:.0f}"
         f" of weights: is another server on it, or one that just ends? {visible.VISIBLE} chooses others"
         for gpu in cards
-        if gpu is not None and 0 < gpu.memory_total < needed + gpu.memory_used
+        if gpu is not None and gpu.memory_total and gpu.memory_free < needed
     ]
 
 
@@ -234,6 +247,8 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
             code = child.wait()
             log.join(LAST_WORDS_S)
             _say(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}")
+            if code and log.lacked is not None:
+                _say(f"[serve] a card's memory was too little {log.lacked}; `plan` says what fits")
             return 1 if code else 0
         except KeyboardInterrupt as told:
             _end(child, log, None if isinstance(told, Terminated) else STOP_TIMEOUT_S)
@@ -281,17 +296,26 @@ class _Log(threading.Thread):
     def __init__(self, child: subprocess.Popen):
         super().__init__(daemon=True)
         self.child, self.stage, self.started = child, "starting", time.monotonic()
-        self.is_heard, self.is_ready = True, False
+        self.is_heard, self.is_ready, self.lacked = True, False, None  # of memory: what to do
         self.start()
 
     def run(self) -> None:
         for line in self.child.stdout:  # to the end, heard or not: a server whose words nobody takes would stop
             self.pass_on(line.rstrip("\n"))
             self.is_ready = self.is_ready or READY in line
+            self.lacked = self.lacked or self._lacks(line)
             stage = next((name for words, name in STAGES if words.lower() in line.lower()), self.stage)
             if stage != self.stage:
                 self.stage = stage
                 self.pass_on(f"[serve] {time.monotonic() - self.started:5.0f} s  {stage}")
+
+    def _lacks(self, line: str) -> str | None:
+        """Where a card's memory is too little, and what to do."""
+        if any(words in line for words in POOLS):
+            return f"for the KV cache: {NO_POOL}"
+        if any(words in line for words in SHORT):
+            return f"while serving: {SERVING}" if self.is_ready else f"{self.stage}: {ADVICE.get(self.stage, SERVING)}"
+        return None
 
     def pass_on(self, text: str) -> None:
         try:
