@@ -43,6 +43,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache") / "deepseek-v4
 sys.path[:0] = [str(REPO), str(CSRC)]
 from build_folder import check_replaceable, published  # noqa: E402
 from build_results import BuildError, Results, check_writable, locked, run, say  # noqa: E402
+from build_wheels import CUDA_WHEELS, TOOL_WHEELS, private_venv  # noqa: E402
 
 from deepseek_v4_sm120 import RECORD, __version__  # noqa: E402
 from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
@@ -81,12 +82,6 @@ LONGEST = (
     *("compressor/launch.cu", "mxfp4_moe/sorted.cu", "mxfp4_moe/scaled.cu", "sparse_decode/pairs.cu"),
 )
 
-TOOL_WHEELS = ("pybind11==3.0.4",)
-CUDA_WHEELS = (
-    *("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88"),
-    *("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cccl==13.0.85"),
-)
-
 
 @dataclass(frozen=True)
 class Toolkit:
@@ -122,21 +117,6 @@ class KernelUse:
 
 
 # tools
-
-
-def private_venv(cache: Path, wheels: tuple[str, ...]) -> Path:
-    """site-packages of a venv under the cache with exactly these wheels; a finished one is used again."""
-    digest = hashlib.sha256(" ".join((sys.version, *wheels)).encode()).hexdigest()[:12]
-    venv = cache / f"venv-{digest}"
-    with locked(venv.with_suffix(".lock")):
-        if not (venv / "complete").exists():
-            say(f"installing {', '.join(wheels)} into {venv}")
-            shutil.rmtree(venv, ignore_errors=True)
-            run([sys.executable, "-m", "venv", venv])
-            pip = [venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-            run([*pip, *wheels])
-            (venv / "complete").touch()
-    return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(venv), "platbase": str(venv)}))  # not Debian's
 
 
 def read_toolkit(nvcc: Path) -> Toolkit:

@@ -1,15 +1,18 @@
 """The build's own refusals: each check must be able to fail."""
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import build_artifact
 import build_results
+import build_wheels
 import pytest
 from build_artifact import KernelUse
 from build_results import BuildError, Results
@@ -344,13 +347,30 @@ def test_a_private_venv_is_found_where_it_is(tmp_path, python):
     if not Path(python).exists():
         pytest.skip(f"there is no {python}")
     script = (
-        "import sys; sys.path[:0] = sys.argv[2:]; import pathlib, subprocess; import build_artifact as b\n"
+        "import sys; sys.path[:0] = sys.argv[2:]; import pathlib, subprocess; import build_wheels as b\n"
         "b.run = lambda c: 'venv' in c and subprocess.run([*map(str, c), '--without-pip'], check=True)\n"
         "print(b.private_venv(pathlib.Path(sys.argv[1]), ('one',)))"
     )
     command = [python, "-c", script, tmp_path, build_artifact.CSRC, build_artifact.REPO]
     found = Path(subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines()[-1])
     assert found.is_dir() and found.is_relative_to(tmp_path)
+
+
+def test_a_wheel_whose_bytes_are_others_is_not_installed(tmp_path, monkeypatch):
+    """An index, a mirror or a proxy that hands out another file of that name and version."""
+    wheel = tmp_path / "one-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr("one.py", "")
+        made.writestr("one-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: one\nVersion: 1\n")
+        made.writestr("one-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        made.writestr("one-1.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    with pytest.raises(BuildError, match="DO NOT MATCH THE HASHES"):
+        build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{'0' * 64}",))
+    found = build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{digest}",))
+    assert (found / "one.py").is_file()
 
 
 def test_unusable_requests_say_what_was_found(tmp_path):

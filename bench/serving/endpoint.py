@@ -35,7 +35,7 @@ MAX_BYTES = 64 << 20  # of an answer, or of one event of a stream
 
 
 def plain_message(body: bytes) -> str:
-    """The human part of an error answer."""
+    """The human part of an error answer, in one line: a proxy's is a page of HTML."""
     text = body.decode(errors="replace").strip()
     try:
         found = json.loads(text)
@@ -45,7 +45,7 @@ def plain_message(body: bytes) -> str:
         error = found.get("error", found)
         error = error.get("message") or text if isinstance(error, dict) else error
         text = error if isinstance(error, str) else text
-    return printable(text[:400])
+    return printable(" ".join(text.split())[:400])
 
 
 class _Limited(io.RawIOBase):

@@ -1,5 +1,5 @@
 """What the machine is, and what its clocks did while a side was measured. Reads nvidia-smi, lscpu and git; changes
-nothing.
+nothing. Results are posted: which machine it is, and which cards of their kind, is in none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GPU_FIELDS = (
-    "index,name,uuid,driver_version,vbios_version,power.limit,clocks.max.sm,clocks.max.mem,"
+    "index,name,driver_version,vbios_version,power.limit,clocks.max.sm,clocks.max.mem,"
     "pcie.link.gen.max,pcie.link.width.max,memory.total"
 )
 CLOCK_FIELDS = "index,clocks.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu,clocks_throttle_reasons.active"
@@ -69,7 +69,6 @@ def describe(folder: Path) -> dict:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gpus": rows_of(GPU_FIELDS),
         "topology": re.sub(r"\x1b\[[0-9;]*m", "", output_of(["nvidia-smi", "topo", "-m"]) or "") or None,
-        "host": platform.node(),
         "processor": processor(),
         "cores": os.cpu_count(),
         "kernel": platform.release(),

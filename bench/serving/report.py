@@ -148,7 +148,9 @@ def distribution_rows(variant: dict) -> Iterator[tuple[str, ...]]:
 
 def markdown_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
     lines = [header, tuple("---" for _ in header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def side_lines(letter: str, side: dict) -> list[str]:

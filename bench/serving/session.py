@@ -313,7 +313,9 @@ class Session:
             if fill is not None:
                 (fill_output,) = self._send(side, cell, [fill], 1)
                 if not fill_output["success"]:
-                    run["problems"].append(f"the prefix could not be filled: {fill_output['error'].strip()[-200:]}")
+                    run["problems"].append(
+                        f"the prefix could not be filled: {' '.join(fill_output['error'].split())[-200:]}"
+                    )
             with watch.watching():
                 outputs = self._send(side, cell, rows, len(rows) if cell.kind == "intrusion" else cell.streams)
             self._judge(run, side, cell, outputs, fill_output)

@@ -44,18 +44,19 @@ _VALUE = re.compile(
 )
 _HEADERS = {"authorization", "proxy-authorization", "cookie", "set-cookie"}  # values of several words
 _TO_END = re.compile(r"""[^"'\\\r\n]*""")  # of the quote that it stands in, or of the line
+# Where no @ is left each scheme of a word would be searched for one to the word's end
+_WORD = re.compile(r"""[^\s"'<>]+""")
+_URL = re.compile(
+    r"""(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*://)[^\s"'<>/@:]*(?::(?!\d+/)(?:[^\s"'<>/]*|[^\s"'<>]*?))?@"""
+)
 _FORMS = tuple(
     (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
-        (
-            r"""(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*://)[^\s"'<>/@:]*(?::(?!\d+/)(?:[^\s"'<>/]*|[^\s"'<>]*?))?@""",
-            rf"\1{HIDDEN}@",
-        ),
         (r"(?i)\b(bearer)((?:\s|%20)+)[^\s\"'\\,;]+", rf"\1\2{HIDDEN}"),
         (
             r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
             r"|xox[abprs]-[\w-]{10,}|nvapi-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}"
-            r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
+            r"|eyJ[\w-]{8,999}\.[\w-]{8,}\.[\w-]*)",
             HIDDEN,
         ),
         (r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END|\Z)", rf"\1{HIDDEN}\2"),
@@ -146,7 +147,15 @@ def _word(before: str, word: str) -> str:
     return _text(word)
 
 
+def _without_user(word: re.Match) -> str:
+    """An address without its user and password."""
+    end = word[0].rfind("@") + 1
+    return _URL.sub(rf"\1{HIDDEN}@", word[0][:end]) + word[0][end:]
+
+
 def _text(text: str) -> str:
+    if "://" in text:
+        text = _WORD.sub(_without_user, text)
     for pattern, replacement in _FORMS:
         text = pattern.sub(replacement, text)
     parts, kept = [], 0

@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent / "csrc")]
 import build_artifact  # noqa: E402
 from build_results import Results, locked, run  # noqa: E402
+from build_wheels import TOOL_WHEELS, private_venv  # noqa: E402
 
 # What nvcc and this compiler round must be the same: nothing is fused that the text does not fuse, nothing folded.
 # More than -O1 pays where loops are vectorised; elsewhere it takes half as long again to compile, and is no faster.
@@ -26,7 +27,7 @@ def built() -> tuple[Path, list[Path]]:
     """(the module's file, files of PTX): of the artifact's cache, which is full when the test command comes here."""
     cache, compiler = build_artifact.CACHE, os.environ.get("CXX") or "g++"
     toolkit = build_artifact.find_toolkit(None, cache)
-    pybind11 = build_artifact.private_venv(cache, build_artifact.TOOL_WHEELS) / "pybind11/include"
+    pybind11 = private_venv(cache, TOOL_WHEELS) / "pybind11/include"
     tools = toolkit.banner + run([compiler, "--version"])
     interpreter = build_artifact.read_interpreter(sys.executable)
     defines = {"DSV4_VERSION": build_artifact.__version__, "DSV4_GIT_COMMIT": "emulator", "DSV4_ARCHS": "emulator"}

@@ -71,7 +71,7 @@ PARTS = (
 )
 STOPS = ((), ("\n\n",), (SMILE * 2,), ("STOP", "本é"), ("d<",), ("word 日", SMILE))
 REPLACED = {"feed": "feed", "finish": "finish", "_cut_at_stop_string": "cut", "_release_pending_ids": "release"}
-SEEDS = 500
+SEEDS, LONG = 500, 1000
 WAYS = (0, 1, 2, 3, 5, 6)  # tokens of a step; 0: the answer as a whole
 
 
@@ -154,17 +154,41 @@ def most_held(reader, recipe) -> int:
     return held
 
 
-def longest_decoded(reader, recipe) -> int:
-    """The most tokens that are read at once to cut a stop off an answer of unknown characters."""
-    made, lengths = reader(recipe, thinking_stage=None, parse_tool_calls=True, stop=("STOP",)), []
+def counting(recipe, made) -> list[int]:
+    """How many tokens each of the reader's calls of its tokenizer decodes from now on."""
+    lengths = []
 
     def decode(ids, **more):
         lengths.append(len(ids))
         return recipe.hf_tokenizer.decode(ids, **more)
 
     made._hf_tokenizer = types.SimpleNamespace(decode=decode, encode=recipe.hf_tokenizer.encode)
+    return lengths
+
+
+def longest_decoded(reader, recipe) -> int:
+    """The most tokens that are read at once to cut a stop off an answer of unknown characters."""
+    made = reader(recipe, thinking_stage=None, parse_tool_calls=True, stop=("STOP",))
+    lengths = counting(recipe, made)
     made.finish(recipe.encode_text(f"{UNKNOWN * 100}STOP"), {"type": "stop", "matched": "STOP"})
     return max(lengths)
+
+
+def decoded(reader, recipe) -> dict[str, float]:
+    """Tokens decoded for each token of the answer, or of the stop and for each token of the stream."""
+    text = "".join(random.Random(0).choices("abcdefgh \n", k=LONG))
+    ids, found = recipe.encode_text(text), {}
+    for case, matched in (("no text", r"\d{9}"), ("long stop", text[LONG // 2 :])):
+        made = reader(recipe, thinking_stage=None, parse_tool_calls=True, stop=())
+        lengths = counting(recipe, made)
+        told = made.finish(ids, {"type": "stop", "matched": matched})
+        assert text == told.content + (matched if case == "long stop" else "")
+        found[case] = sum(lengths) / LONG
+    made = reader(recipe, thinking_stage=None, parse_tool_calls=True, stop=("x" * (LONG // 2),))
+    lengths = counting(recipe, made)
+    told = [made.feed([token]) for token in ids]
+    assert "".join(one.content for one in told) == text[: 1 - LONG // 2]  # all but what the stop may begin with
+    return found | {"stream": sum(lengths) / (LONG // 2) / LONG}
 
 
 def main(version: str) -> dict:
@@ -185,6 +209,7 @@ def main(version: str) -> dict:
     return found | {
         "ours": all_ways(),
         "most held": max(most_held(reader, recipe), longest_decoded(reader, recipe)),
+        "decoded": decoded(reader, recipe),
         "differ, ours": differ(reader, recipe),
     }
 

@@ -72,6 +72,13 @@ def test_unknown_characters_are_not_kept_back_without_end(version):
 
 
 @with_recipe
+def test_what_is_decoded_for_stops_grows_with_the_answer_and_the_stop_alone(version):
+    """What a stop_regex ended has no such text, and a client's stop may be of any length: by their squares (SGLang's
+    own: 500 tokens for each of 1,000) one request keeps all others waiting."""
+    assert max(read(version)["decoded"].values()) < 25
+
+
+@with_recipe
 def test_a_stream_tells_what_the_whole_answer_is(version):
     """Drawn answers: marks in odd places, calls, stops, cut and cut into steps anywhere. Of SGLang's many differ."""
     assert read(version)["differ, ours"] == []

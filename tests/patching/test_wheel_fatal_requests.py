@@ -2,6 +2,7 @@
 with them on the CPU, and what ours answers."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -207,6 +208,50 @@ def test_the_request_is_made_of_what_was_looked_at(version):
     text = content(fetch(version), f"{MODULE.replace('.', '/')}.py")
     one = text.partition("async def _tokenize_one_request(")[2].partition("\n    def ")[0]
     assert 0 < one.index("self._validate_one_request(obj, input_ids)") < one.index("self._create_tokenized_object(")
+
+
+def normalized(version, pattern, *, ours):
+    """By the release's own SamplingParams.normalize, which parses patterns for their length."""
+    longest = take(fetch(version), {"sre_parse": re._parser, "MAX_LEN": 1 << 30}, "_max_length_from_subpattern", PARAMS)
+    names = {
+        "get_max_seq_length": lambda given: longest(re._parser.parse(given)),
+        "raise_if_tokenizer_required": lambda *_: None,
+    }
+    names |= {"MAX_STOP_COUNT": 9, "MAX_STOP_REGEX_COUNT": 9, "MAX_STOP_REGEX_LEN": 99}
+    method = take(fetch(version), names, "SamplingParams.normalize", PARAMS)
+    made = SimpleNamespace(stop=None, stop_regex=pattern, stop_strs=None, stop_regex_strs=pattern, min_new_tokens=0)
+    (fatal_requests.replace_normalize(method) if ours else method)(made, None)
+    return made
+
+
+def searched(version, params):
+    """By the scheduler's own code in an answer's end."""
+    names = {"FINISHED_MATCHED_REGEX": dict, "FINISH_ABORT": lambda *_: "abort", "re": re}
+    method = take(fetch(version), names, "Req._check_str_based_finish", "sglang.srt.managers.schedule_batch")
+    made = SimpleNamespace(sampling_params=params, tail_str=lambda *_: "an answer", decoded_text="", rid="r")
+    made.finished_reason, made._locate_str_stop_finished_len = None, lambda *_, **__: 3
+    method(made)
+    return made.finished_reason
+
+
+@every_release()
+def test_a_pattern_that_parses_and_does_not_compile(version):
+    pattern = "(?<=a+)n"
+    params = normalized(version, pattern, ours=False)
+    if since(version, "0.5.17"):
+        assert searched(version, params) == "abort"
+        return
+    with pytest.raises(re.error):  # so the row is needed
+        searched(version, params)
+    with pytest.raises(ValueError, match="stop_regex is no regular expression: look-behind requires"):
+        normalized(version, ["n", pattern], ours=True)
+    for fine in ("(?<=a)n", ["x", "ans"], None):
+        stock, ours = (normalized(version, fine, ours=of) for of in (False, True))
+        assert vars(ours) == vars(stock)
+
+
+def test_elsewhere_a_pattern_stays_sglangs(elsewhere):
+    assert normalized("0.5.16", "(?<=a+)n", ours=True).stop_regex_strs == ["(?<=a+)n"]
 
 
 def test_elsewhere_it_stays_sglangs(monkeypatch):

@@ -137,6 +137,29 @@ def test_ids_that_name_no_call_are_kept():
     assert named[2:] == [twice, *results(("a", 1))]
 
 
+def test_ids_are_looked_at_a_few_times_each_whatever_a_request_brings():
+    """A client may send thousands: by their square they keep the process that answers from all others."""
+    looks = 0
+
+    class Id(str):
+        def __hash__(self):
+            nonlocal looks
+            looks += 1
+            return super().__hash__()
+
+        def __eq__(self, other):
+            nonlocal looks
+            looks += 1
+            return super().__eq__(other)
+
+    many = turn(*((Id(number), number) for number in range(100)))
+    twice = [turn((Id("x"), 0), (Id("x"), 1)) for _ in range(100)]
+    wide = turn(*((Id(f"y{number % 99}"), number) for number in range(100)))
+    found = call_order.in_order([many, *twice, wide])
+    assert found[1:] == [*twice, wide] and found[0]["tool_calls"][0]["id"] == "call_000000_000000"
+    assert looks < 10 * 400
+
+
 @pytest.mark.parametrize("version", [version for version in RELEASES if not since(version, RECIPE_SINCE)])
 def test_before_recipe_calls_stay_as_they_stand(version):
     """Its encoder knows the calls' places."""

@@ -89,6 +89,13 @@ def test_an_answer_and_an_event_without_end(raw, monkeypatch):
         list(Endpoint(raw(HEAD + b"\r\n", b"data: " + b"1" * 2000)).events("/x", {}))
 
 
+def test_a_page_of_a_proxys_is_one_line(raw):
+    page = b"<html>\r\n<h1>502 Bad Gateway</h1>\r\n\n# PASSED\r\n</html>"
+    with pytest.raises(ServerRefused) as refused:
+        Endpoint(raw(b"HTTP/1.1 502 Bad Gateway\r\nConnection: close\r\n\r\n", page)).get("/x")
+    assert str(refused.value).endswith("/x: status 502: <html> <h1>502 Bad Gateway</h1> # PASSED </html>")
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [

@@ -169,13 +169,21 @@ def test_the_machine_is_described_without_any_tool(monkeypatch, tmp_path):
 def test_the_gpus_as_nvidia_smi_tells_them(monkeypatch, tmp_path):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
-        '#!/bin/sh\nfor i in 0 1; do echo "$i, NVIDIA X, GPU-$i, 580.1, 98, 600.00, 2430, 14001, 5, 16, 97887"; done\n'
+        '#!/bin/sh\nfor i in 0 1; do echo "$i, NVIDIA X, 580.1, 98, 600.00, 2430, 14001, 5, 16, 97887"; done\n'
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     found = machine.describe(tmp_path)
     assert machine.gpu_names(found) == "2 x NVIDIA X"
     assert found["gpus"][1]["driver_version"] == "580.1" and found["gpus"][1]["pcie.link.width.max"] == "16"
+
+
+def test_which_machine_it_is_is_in_no_result(monkeypatch, tmp_path):
+    """Results are posted."""
+    monkeypatch.setattr(machine.platform, "node", lambda: "a-name-of-somebodys")
+    monkeypatch.setattr(machine, "output_of", lambda command, *_: " ".join(command))
+    told = json.dumps(machine.describe(tmp_path))
+    assert not any(word in told for word in ("a-name-of-somebodys", "uuid", "serial"))
 
 
 def test_the_clocks_are_watched_while_a_side_is_measured(monkeypatch, tmp_path):
@@ -414,6 +422,11 @@ def test_the_command_of_a_process_is_shown_without_its_keys():
 def test_a_pipe_in_a_cell_does_not_break_the_table():
     table = report.markdown_table(("a", "b"), iter([("x|y", "z")]))
     assert table.splitlines()[-1] == "| x\\|y | z |"
+
+
+def test_a_text_of_several_lines_does_not_break_the_table():
+    table = report.markdown_table(("a", "b"), iter([("x\n\n# a heading\n| better |", "z")]))
+    assert table.splitlines()[2:] == ["| x # a heading \\| better \\| | z |"]
 
 
 def test_the_identity_is_plain_data():

@@ -41,7 +41,8 @@ def in_order(messages: list[dict]) -> list[dict]:
         if calls:
             ids = [call.get(ID) for call in calls]
             if None in ids or max(Counter(ids).values()) > 1:
-                named = {old: new for old, new in named.items() if old not in ids}
+                for old in ids:
+                    named.pop(old, None)
             else:
                 named |= {old: f"call_{at:06d}_{i:06d}" for i, old in enumerate(ids)}
                 calls = [{**call, ID: named[call[ID]]} for call in calls]

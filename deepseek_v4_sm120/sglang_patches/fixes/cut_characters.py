@@ -9,12 +9,17 @@ text, begins within the emoji, and hands that text over: the emoji is lost, and 
 
 So is an answer whose last character is U+FFFD itself, which looks the same; here it loses that one.
 
+And SGLang looks for a stop, and for what one may begin with, a token farther back each time, with all behind it decoded
+anew. What a `stop_regex` ended has no such text, so an answer of 8,000 tokens that is not streamed keeps all others
+waiting for 5 s, by the square of its length; a stream does so with each token where a stop has thousands of characters.
+
 Here the tokens of a character that is not at its end are handed over by themselves, and those in front of a stop as
-they are. This runs in the process that answers over HTTP, where no GPU is asked.
+they are, found by halving. This runs in the process that answers over HTTP, where no GPU is asked.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 
@@ -55,10 +60,10 @@ def replace_release(original: Callable) -> Callable:
     def _release_pending_ids(self):
         if not models_served.has_served_card():
             return original(self)
-        ids = self._pending_ids
+        ids, kept = self._pending_ids, self._stop_hold_chars
         held = len(ids)
-        while held and self._stop_hold_chars > num_characters(self._hf_tokenizer, ids[held:]):
-            held -= 1
+        if kept:
+            held = least(lambda first: num_characters(self._hf_tokenizer, ids[first + 1 :]) < kept, 0, held)
         if held < len(ids):
             held = num_whole(self._hf_tokenizer, ids[:held]) or (held if held >= MOST else 0)
         self._pending_ids = ids[held:]
@@ -114,20 +119,24 @@ def replace_cut(original: Callable) -> Callable:
         decode = functools.partial(self._hf_tokenizer.decode, skip_special_tokens=False)
         before = getattr(self, BEFORE, [])
         ids = [*before, *token_ids]
-        start = len(ids) - 1
-        text = last = decode(ids[start:])
-        while start and (
-            stop not in text
-            or (further := len(text) - len(last) - len(stop) + 1) < 0
-            or (text.startswith(UNKNOWN) and further < MOST)
-        ):
-            start -= 1
-            text = decode(ids[start:])
+        last = len(decode(ids[-1:]))
+
+        def has_stop(number: int) -> bool:  # so many tokens, with all of it that the last one may complete
+            text = decode(ids[-number:])
+            return stop in text and len(text) - last - len(stop) + 1 >= 0
+
+        number = least(has_stop, 1, len(ids))
+        text = decode(ids[-number:])
+        while number < len(ids) and text.startswith(UNKNOWN) and len(text) - last - len(stop) + 1 < MOST:
+            number = least(has_stop, number + 1, len(ids))
+            text = decode(ids[-number:])
         cut = text.find(stop)
         if cut == -1:
             return token_ids
         cut += len(stop) if keep_stop else 0
-        end, head = len(ids), text
+        start = len(ids) - number
+        end = least(lambda end: len(decode(ids[start : end + 1])) > cut + MOST, start, len(ids))
+        head = decode(ids[start:end])
         while end > start and (len(head) > cut or head != text[: len(head)]):
             end -= 1
             head = decode(ids[start:end])
@@ -135,6 +144,17 @@ def replace_cut(original: Callable) -> Callable:
         return [*ids[len(before) : max(end, len(before))], *encoded.ids]
 
     return _cut_at_stop_string
+
+
+def least(is_enough: Callable[[int], bool], low: int, most: int) -> int:
+    """The least number from `low` on that is enough, `most` where none below is; what is more is enough, too. Few are
+    asked, none much greater than that one."""
+    high, step = low, 1
+    while high < most and not is_enough(high):
+        low, high, step = high + 1, min(high + step, most), 2 * step
+    if high == most and not is_enough(most):
+        return most
+    return bisect.bisect_left(range(low, high), True, key=is_enough) + low
 
 
 def _before(parser, pending: int) -> list[int]:

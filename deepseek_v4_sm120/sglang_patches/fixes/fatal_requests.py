@@ -11,6 +11,8 @@ error there ends the server:
   "skip_special_tokens": 1, "stop_token_ids": [null] (#22144)
 - a `max_new_tokens` of half a token, a `logit_bias` that is no table of numbers, in all releases; up to 0.5.19 an
   infinite one, by which nothing can be drawn
+- up to 0.5.16 a `stop_regex` that Python parses and does not compile, such as one that looks behind for any number of
+  characters, over the chat API, too
 
 Here such a `top_k` is what it means, the whole vocabulary, 5.0 is 5, and 1 is true; each of the others is answered
 by an error that says which one. This runs in the process that answers over HTTP, where no GPU is asked.
@@ -19,6 +21,7 @@ by an error that says which one. This runs in the process that answers over HTTP
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Integral, Real
 
@@ -48,6 +51,19 @@ def replace_validate(original: Callable) -> Callable:
         return original(self, obj, input_ids)
 
     return _validate_one_request
+
+
+def replace_normalize(original: Callable) -> Callable:
+    """For SamplingParams.normalize(self, tokenizer), behind which `stop_regex_strs` is a list; SGLang parses them."""
+
+    @functools.wraps(original)
+    def normalize(self, tokenizer):
+        original(self, tokenizer)
+        if models_served.has_served_card():
+            for pattern in self.stop_regex_strs:
+                refuse_uncompiled(pattern)
+
+    return normalize
 
 
 def refuse(obj, input_ids, size: int) -> None:
@@ -91,3 +107,10 @@ def refuse_kinds(asked: Mapping) -> None:
         raise ValueError("stop_token_ids have to be whole numbers.")
     if not all(isinstance(bias, Real) and bias <= GREATEST_BIAS for bias in (biases or {}).values()):
         raise ValueError(f"logit_bias has to be numbers by tokens, up to {GREATEST_BIAS:g}.")
+
+
+def refuse_uncompiled(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError) as error:  # what the scheduler would end with
+        raise ValueError(f"stop_regex is no regular expression: {error}.") from error

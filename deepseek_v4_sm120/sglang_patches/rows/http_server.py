@@ -26,8 +26,8 @@ FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
     targets_of_fix, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
 )
-_token_logprobs, _prompts_aside, _sample_seeds, _argument_names = map(
-    targets_of_fix, ("token_logprobs", "prompts_aside", "sample_seeds", "argument_names")
+_token_logprobs, _prompts_aside, _sample_seeds, _argument_names, _fatal_requests = map(
+    targets_of_fix, ("token_logprobs", "prompts_aside", "sample_seeds", "argument_names", "fatal_requests")
 )
 
 TOOL_STRINGS = Patch(
@@ -355,9 +355,11 @@ FATAL_REQUESTS = Patch(
     why="numbers and kinds that fit no answer are handed to the scheduler as they are, and an error there ends the "
     "server for all: a top_k of 2**31 and more (sglang #17646), more log-probabilities than the vocabulary has tokens "
     "(#40076, open), logprob_start_len below -1, no prompt at all, a max_new_tokens that is no whole number, and up to "
-    "0.5.21 over /generate a schema that is no text or a stop token that is null",
+    "0.5.21 over /generate a schema that is no text or a stop token that is null; up to 0.5.16 a stop_regex that does "
+    "not compile",
     targets=(
-        targets_of_fix("fatal_requests")(
+        _fatal_requests(f"{SAMPLING}.normalize", "normalize", Parameters(("self", "tokenizer")), "<0.5.17"),
+        _fatal_requests(
             f"{TOKENIZER_MANAGER}._validate_one_request", "validate", Parameters(("self", "obj", "input_ids"))
         ),
     ),
