@@ -367,7 +367,7 @@ def test_what_hangs_on_estimates_is_not_said_to_fit(capsys):
     words = [("fits" if not p.is_tight else "may") if p.fits else "not" for p in plans]
     assert words == sorted(words, key=("fits", "may", "not").index) and set(words) == {"fits", "may", "not"}
     tight = plans[words.index("may")]
-    inside = 0.002 * tight.weights + tight.fraction * 0.75 * memory.GIB
+    inside = 0.002 * tight.weights + tight.fraction * 0.5 * memory.GIB
     assert tight.fits and min(tight.left_free - tight.off_by, tight.spare - inside) < 0
     command.show(plans[0])
     assert "It fits:" in capsys.readouterr().out

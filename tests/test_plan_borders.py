@@ -49,7 +49,7 @@ def test_a_plan_is_tight_where_less_is_left_than_estimates_may_be_short_by():
     assert made_plan(**plenty).left_free == 100 and not made_plan(**plenty).is_tight
     less = made_plan(**plenty | {"reserves": [memory.Reserve("x", half - 99, "estimate", 100.0)]})
     assert less.is_tight and less.fits and less.left_free == 99
-    at_start = 0.5 * 0.75 * (1 << 30)  # of the static half, if CUDA and NCCL take half as much again
+    at_start = 0.5 * 0.5 * (1 << 30)  # of the static half, if CUDA and NCCL take half as much again
     most = ((1 << 30) - at_start) / memory.WEIGHTS_OFF_BY
     for weights, is_tight in ((most * 0.999, False), (most * 1.001, True)):
         assert made_plan(**plenty, weights=weights).is_tight is is_tight
@@ -353,8 +353,8 @@ FP8 = models.find("flash", "fp8")
             {"gpus": 1, "concurrency": 512, "speculation": MTP, "context": 1 << 20},
             ["2 cards with --concurrency 64"],
         ),
-        (25, {"gpus": 4, "concurrency": 1, "context": 393_216}, ["8 cards with --context 49152"]),
-        (26, {"gpus": 8, "concurrency": 32, "context": 1 << 20}, ["--context 262144 with --concurrency 2"]),
+        (25, {"gpus": 4, "concurrency": 1, "context": 393_216}, ["8 cards with --context 196608"]),
+        (26, {"gpus": 8, "concurrency": 32, "context": 1 << 20}, ["--context 262144 with --concurrency 4"]),
         (32, {"gpus": 4, "concurrency": 8, "context": 8192, "model": FP8}, [f"{FP4_CHECKPOINT} on 8 cards"]),
         (96, {"gpus": 2, "context": 8192, "model": FP8}, ["4 cards", FP4_CHECKPOINT]),
         (8, {"gpus": 8}, []),

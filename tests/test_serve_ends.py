@@ -213,6 +213,9 @@ TORCH = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 970.00 Mi
         (["Load weight end.", "x leaves no room for the full KV pool"], "for the KV cache: above 0.93"),
         (["Capture target decode CUDA graph begin.", TORCH], "capturing CUDA graphs: a --mem-fraction-static that is"),
         (["graphs: CUDA graph end.", UP, TORCH, "CUDA graph begin"], "while serving: a --mem-fraction-static that is"),
+        ([UP, "RuntimeError: Triton Error [CUDA]: out of memory"], "while serving: a --mem-fraction-static that is"),
+        ([UP, "mhc: launch failed: cudaErrorMemoryAllocation (out of memory)"], "while serving: a --mem-fraction"),
+        ([UP, "NCCL WARN Cuda failure 2 'out of memory'"], "while serving: a --mem-fraction-static that is"),
         ([UP, "RuntimeError: Prefill out of memory. Try to lower your batch size."], None),  # of the KV cache's slots
         ([UP, "MemoryError"], None),
     ],

@@ -34,8 +34,9 @@ MOST_FRACTION = 0.93  # above it ranks were lost hours after the start
 INDEX_SELECT_PREFILL_BYTES, INDEX_SELECT_DECODE_BYTES = 256 << 20, 64 << 20
 # --mem-fraction-static is a fraction of what is free when SGLang has set up its processes, in front of the weights.
 # The driver keeps some of what it reports: of an RTX PRO 6000's 97,887 MiB CUDA has 94.97 GiB. And then CUDA's context,
-# libraries and NCCL are there: with eight H20 93.56 of 95.09 GiB were free (a log of others'). More comes later
-KEPT_BY_DRIVER, AT_START, AFTER_START = 640 << 20, 1.5 * GIB, 0.75 * GIB
+# libraries and NCCL are there: 94.01 GiB were free on four of them (sglang #40558), 93.56 of 95.09 on eight H20, which
+# have NVLink. More comes later
+KEPT_BY_DRIVER, AT_START, AFTER_START = 640 << 20, 1.0 * GIB, 0.75 * GIB
 LOGPROB_ROWS = 2048  # of a prompt whose log-probabilities SGLang computes at a time, from 0.5.16 on
 # what may be short, as a share: estimates, which nobody has measured on SM120; weights by shape against published files
 ESTIMATE_OFF_BY, WEIGHTS_OFF_BY = 0.5, 0.002

@@ -54,7 +54,8 @@ STAGES = (
 )
 # words by which its log tells that a card's memory, not a KV cache's, is too little -> what to do, by the stage
 POOLS = ("Not enough memory. Please try", "leave no GPU memory for the KV cache", "leaves no room for the full")
-SHORT = ("CUDA out of memory", "CUDA error: out of memory")
+SHORT = ("CUDA out of memory", "CUDA error: out of memory", "cudaErrorMemoryAllocation")  # torch's, ours
+SHORT += ("[CUDA]: out of memory", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED")  # Triton's, NCCL's, cuBLAS'
 NO_POOL = (
     "above 0.93 of --mem-fraction-static ranks were lost hours later: fewer --max-running-requests or "
     "--swa-prefix-tails, no speculation, or more cards"
