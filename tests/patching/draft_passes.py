@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import json
 import sys
 from types import SimpleNamespace
@@ -32,7 +33,12 @@ PREPARE = {  # since when: where a step's first batch of the draft is made
     "0.5.12": (f"{SPECULATIVE}.eagle_info_v2", "EagleDraftInputV2Mixin.prepare_for_v2_draft"),
 }
 DECODE, STEPS = "DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode", 4
-METHODS = ("make_core_attn_metadata", "get_swa_page_indices", "init_forward_metadata_decode")
+METHODS = (
+    *("make_core_attn_metadata", "get_swa_page_indices", "init_forward_metadata_decode"),
+    # of the pass over what was verified
+    *("init_forward_metadata_draft_extend", "expand_extend_with_same_length"),
+    *("init_forward_metadata_prefill", "expand_prefill_casually"),  # up to 0.5.15
+)
 WINDOW, SWA_PAGE, PAGE, CONTEXT, ROWS = 128, 256, 256, 1024, 5
 # nothing but its first token; a window not yet full, full, and beyond; the borders of pages
 LENGTHS = (1, 126, 127, 128, 255, 256, 700)
@@ -86,6 +92,11 @@ class Cache:
         self.to_window = torch.randperm(ROWS * len(LENGTHS) * CONTEXT, generator=shuffled)
         self.keys = torch.full((len(self.to_window), HIDDEN), torch.nan, dtype=torch.float64)
 
+    def window(self, row: int, position: int) -> set[int]:
+        """Where the last 128 keys lie that a token at `position` is to see, with its own."""
+        seen = self.slots[row, max(0, position + 1 - WINDOW) : position + 1]
+        return set(self.to_window[seen.long()].tolist())
+
     def write(self, slots, keys):
         self.keys[self.to_window[slots.long()]] = keys
 
@@ -114,21 +125,28 @@ def backend(version: str, cache: Cache, *, ours: bool):
         def init_forward_metadata_indexer(self, core, **_):
             return None
 
+        def _fill_cuda_graph_swa_out_cache_loc(self, slots):
+            return None
+
+        def _move_to_device(self, x):
+            return torch.tensor(x, dtype=torch.int32)
+
     class Core(SimpleNamespace):
         init_compression_metadata = init_flashmla_related = lambda self, *_, **__: None
 
     names = {"torch": torch, "SWA_WINDOW": WINDOW, "PAGE_INDEX_ALIGNED_SIZE": 64, "DSV4AttnMetadata": Core}
-    names |= {"DSV4Metadata": lambda core, *_, **__: core}
+    names |= {"DSV4Metadata": lambda core_attn_metadata, *_, **__: core_attn_metadata}
     names["envs"] = SimpleNamespace(SGLANG_PREP_IN_CUDA_GRAPH=SimpleNamespace(get=lambda: True))  # up to 0.5.17
     raw = {"torch": torch, "dataclass": dataclasses.dataclass}
     names["DSV4RawDecodeMetadata"] = take(wheel, raw, "DSV4RawDecodeMetadata", BACKEND)
     names["_pad_last_dim"] = lambda x, multiples_of: torch.nn.functional.pad(
         x, (0, -x.shape[-1] % multiples_of), value=-1
     )
-    names["create_paged_compressor_data"] = lambda **_: None
+    nothing = ("create_paged_compressor_data", "_create_dummy_paged_compress_data", "_create_flashmla_metadata")
+    names |= dict.fromkeys(nothing, lambda **_: None)
     if since(version, "0.5.16"):
         of_kernels = kernels(version, on_gpu=True)
-        names |= {name: of_kernels[name] for name in of_kernels if name.startswith("Build")}
+        names |= {name: of_kernels[name] for name in of_kernels if name.startswith(("Build", "Expand"))}
     names["GIVEN"] = {}
     for method in METHODS:
         if definition(wheel, f"DeepseekV4AttnBackend.{method}", BACKEND) is not None:
@@ -255,6 +273,23 @@ def by_sglang(version: str, given, cache: Cache, draft: Draft, *, ours: bool):
     return found[2], runner.read
 
 
+def read_by_rows(core) -> list[set[int]]:
+    return [set(row[:n].tolist()) for row, n in zip(core.swa_page_indices, core.swa_topk_lengths, strict=True)]
+
+
+def of_verified(version: str, cache: Cache) -> list[set[int]]:
+    """What the pass over STEPS verified rows of each request reads, row by row."""
+    first = backend(version, cache, ours=False).attn_backends[0]
+    after = torch.tensor(LENGTHS) + STEPS
+    slots = torch.stack([cache.slots[row, n : n + STEPS] for row, n in enumerate(LENGTHS)])
+    given = {"max_seq_len": CONTEXT, "req_pool_indices": torch.arange(len(LENGTHS)), "out_cache_loc": slots.flatten()}
+    given |= {"seq_lens": after, "seq_lens_cpu": after.tolist(), "use_prefill_cuda_graph": False}
+    given |= dict.fromkeys(("num_tokens_per_bs", "num_tokens_per_req"), STEPS)
+    make = first.init_forward_metadata_draft_extend
+    asked = inspect.signature(make).parameters
+    return read_by_rows(make(**{name: value for name, value in given.items() if name in asked}))
+
+
 def alone(given, history, draft: Draft) -> torch.Tensor:
     """The same drafts of each request by itself: all keys in their order, a window of the last 128 with its own."""
     every = []
@@ -285,18 +320,13 @@ def main(version: str) -> dict[str, bool]:
         for row, keys in enumerate(history):
             cache.write(cache.slots[row, : len(keys)], keys)
         drafts, read = by_sglang(version, given, cache, draft, ours=ours)
-        windows = [
-            [
-                set(cache.to_window[cache.slots[row, max(0, n + step + 1 - WINDOW) : n + step + 1].long()].tolist())
-                for row, n in enumerate(LENGTHS)
-            ]
-            for step in range(STEPS - 1)
-        ]
+        windows = [[cache.window(row, n + step) for row, n in enumerate(LENGTHS)] for step in range(STEPS - 1)]
         whose = "ours" if ours else "stock"
         found |= {f"{whose}: each pass reads its own window": read == windows}
         found |= {f"{whose}: drafts are the recurrence's": torch.equal(drafts, right)}
         found |= {f"{whose}: the first draft is": torch.equal(drafts[:, :1], first)}
-    return found
+    verified = [cache.window(row, n + step) for row, n in enumerate(LENGTHS) for step in range(STEPS)]
+    return found | {"what was verified reads its own windows": of_verified(version, cache) == verified}
 
 
 if __name__ == "__main__":
