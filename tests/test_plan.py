@@ -503,6 +503,16 @@ def test_the_planned_container_keeps_every_cache_that_doctor_asks_for():
     assert folders and all(any(folder.is_relative_to(top) for top in kept) for folder in folders)
 
 
+def test_what_it_starts_answers_this_machine_alone():
+    """SGLang without a key takes /update_weights_from_disk from everybody, and Docker publishes past a firewall."""
+    plan = launch.make(request())
+    assert " --host 127.0.0.1 --port 30000 " in launch.launch_line(plan)
+    published = re.findall(r"-p (\S+)|--publish\S*|--net\S*|-P\b", launch.docker_line(plan))
+    assert published == ["127.0.0.1:30000:30000"]
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    assert re.findall(r"--ipc=host -p (\S+)", text) == published
+
+
 def test_output_for_people_and_programs(capsys):
     plan = launch.make(request())
     command.show(plan)

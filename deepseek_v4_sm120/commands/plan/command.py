@@ -252,6 +252,7 @@ def show(plan: Plan) -> None:
         console.say(f"\nNote: {note}.")
     docker = launch.docker_line(plan) or f"no image of SGLang {r.sglang} is known; give --sglang a release"
     console.say(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {docker}")
+    console.say(f"\n{launch.OTHERS}.")
 
 
 def verdict(plan: Plan) -> str:

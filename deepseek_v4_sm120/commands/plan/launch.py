@@ -32,6 +32,11 @@ MOUNT = "/opt/deepseek_v4_sm120"
 BUILT = '"$PWD/build/deepseek_v4_sm120/.."'  # of another folder than build/ Docker says that it does not exist
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
+LOOPBACK = "127.0.0.1"
+OTHERS = (
+    "Both answer this machine alone. For others: --host 0.0.0.0 or -p 30000:30000, with --api-key and --admin-api-key; "
+    "without keys whoever reaches the port may empty the cache, stop requests and put other weights in"
+)
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
 
@@ -335,18 +340,19 @@ def server_arguments(plan: Plan) -> list[str]:
     return [word for flag in plan.flags for word in (flag.name, flag.value) if word]
 
 
-def launch_line(plan: Plan, host: str = "0.0.0.0", port: int = 30000) -> str:
-    """For a machine with SGLang installed."""
+def launch_line(plan: Plan, port: int = 30000) -> str:
+    """For a machine with SGLang installed; it answers that machine alone."""
     here = {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     if plan.request.profile is not None:
         here["DSV4_SM120_PROFILE"] = str(Path(plan.request.profile).resolve())
     env = " ".join(f"{flag.name}={shlex.quote(here.get(flag.name, flag.value))}" for flag in plan.environment)
-    words = ["python3", "-m", "sglang.launch_server", "--host", host, "--port", str(port), *server_arguments(plan)]
+    words = ["python3", "-m", "sglang.launch_server", "--host", LOOPBACK, "--port", str(port), *server_arguments(plan)]
     return f"{env} {shlex.join(words)}"
 
 
 def docker_line(plan: Plan, port: int = 30000) -> str | None:
-    """With the built folder mounted into SGLang's image; kernel caches are kept in volumes. None: there is no image."""
+    """With the built folder mounted into SGLang's image; kernel caches are kept in volumes; the port is published
+    for this machine alone. None: there is no image."""
     if plan.request.image is None:
         return None
     env = " ".join(f"-e {flag.name}={shlex.quote(flag.value)}" for flag in plan.environment)
@@ -360,7 +366,7 @@ def docker_line(plan: Plan, port: int = 30000) -> str | None:
     words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *arguments]
     cards = f"""'"device={plan.request.given}"'""" if plan.request.given else "all"
     return (
-        f"docker run --rm --gpus {cards} --ipc=host -p {port}:{port} --ulimit memlock=-1 "
+        f"docker run --rm --gpus {cards} --ipc=host -p {LOOPBACK}:{port}:{port} --ulimit memlock=-1 "
         f"-v ~/.cache/huggingface:/root/.cache/huggingface {facts.volumes(facts.cache_folders({}, HOME))} "
         f"{' '.join(mounts)} {env} {plan.request.image} {shlex.join(words)}"
     )
