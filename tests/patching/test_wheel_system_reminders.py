@@ -11,9 +11,9 @@ from deepseek_v4_sm120.sglang_patches.fixes import system_reminders
 from deepseek_v4_sm120.sglang_patches.rows.http_server import MESSAGES
 from tests.patching.test_wheel_chat_requests import Record, block
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import every_release, fetch, since
+from tests.patching.wheels import content, every_release, fetch
 
-TAKEN_SINCE, MOVED_SINCE = "0.5.14", "0.5.15"
+TAKEN_SINCE = "0.5.15"
 MODULE, _, CLASS = MESSAGES.partition(":")
 CALL = [block("text", text="I look."), block("tool_use", name="clock", input={})]
 RESULT = [block("tool_result", tool_use_id="call_1", content="23:59")]
@@ -79,16 +79,19 @@ def test_a_system_message_stays_where_it_is(version, turns, wanted):
 
 @every_release(TAKEN_SINCE)
 def test_the_prompt_so_far_stays(version):
-    """What was a conversation's prompt is the beginning of the next one's. Not with SGLang, from 0.5.15 on."""
+    """What was a conversation's prompt is the beginning of the next one's; not with SGLang, so the row is needed."""
     turns = [QUESTION, ("system", "1"), WORDS, ("user", "V"), ("system", "2")]
     first, later = request(*turns[:3]), request(*turns)
     ours, stock = ([converted(version, of, ours=by) for of in (first, later)] for by in (True, False))
     assert ours[1][: len(ours[0])] == ours[0]
-    assert (stock[1][: len(stock[0])] == stock[0]) is not since(version, MOVED_SINCE)
-    if since(version, MOVED_SINCE):
-        assert stock[1][0] == ("system", "Be brief.\n1\n2")
-    else:
-        assert stock[1][-1] == ("system", "2")
+    assert stock[1][: len(stock[0])] != stock[0]
+    assert stock[1][0] == ("system", "Be brief.\n1\n2")
+
+
+@every_release()
+def test_which_release_moves_them_as_it_reads_a_request(version):
+    text = content(fetch(version), f"{MODULE.rpartition('.')[0].replace('.', '/')}/protocol.py")
+    assert ("def move_mid_conversation_system_messages" in text) is (version == "0.5.14")
 
 
 @every_release(TAKEN_SINCE)

@@ -1,8 +1,8 @@
 """A system message in the middle of a conversation over /v1/messages stays where it is, as a reminder.
 
 Claude Code sends such messages: what is left of its tokens behind each result, a change of its mode, the date. SGLang
-puts all of them at the head of the prompt, from 0.5.15 on: each new one moves the whole conversation, which is read
-anew, and the model does not see when it was told. In 0.5.14 one at the end is a prompt that does not ask for an answer.
+puts all of them at the head of the prompt: each new one moves the whole conversation, which is read anew, and the model
+does not see when it was told. In 0.5.14 it does so as it reads the request, and has forgotten their places here.
 
 DeepSeek's own conversion of that API (deepseek-recipe) writes each into the user's turn where it stands, as
 <system-reminder>; so does this. It runs in the process that answers over HTTP, where no GPU is asked.

@@ -295,10 +295,10 @@ SYSTEM_REMINDERS = Patch(
             f"{MESSAGES}._convert_to_chat_completion_request",
             "convert",
             Parameters(("self", "anthropic_request")),
-            ">=0.5.14,<0.6",
+            ">=0.5.15,<0.6",
         ),
     ),
-    absent="up to 0.5.13 such messages are refused",
+    absent="up to 0.5.13 such messages are refused, and 0.5.14 moves them as it reads a request",
     retire="when SGLang leaves them where they are",
 )
 
