@@ -100,6 +100,8 @@ PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
 # attributes (attributes.Release.defines); a kind is there where its first place is. In front of a kind, the releases
 # whose objects come there. TEXT_OF a module: of objects that SGLang makes of its settings, what that module reads
 ANTHROPIC = f"{MESSAGES.partition('.serving')[0]}.protocol"
+OF_ANTHROPIC, OF_TURN = (((f"{ANTHROPIC}:Anthropic{name}",),) for name in ("MessagesRequest", "Message"))
+OF_TEXT = (("<0.5.14", f"{ANTHROPIC}:AnthropicContentBlock"), (">=0.5.14", f"{ANTHROPIC}:TextBlock"))
 OBJECTS = {
     "draft_chain": {"raw_metadata": ((f"{BACKEND}:DSV4RawDecodeMetadata",),)},
     "all_reduce": {
@@ -229,12 +231,9 @@ OBJECTS = {
         **{"request": CHAT_REQUEST, "message": CHAT_MESSAGES[:1]},
         **dict.fromkeys(("(last := parts[-1])", "last"), CHAT_TEXT),
     },
-    "billing_lines": {
-        "anthropic_request": ((f"{ANTHROPIC}:AnthropicMessagesRequest",),),
-        "block": (("<0.5.14", f"{ANTHROPIC}:AnthropicContentBlock"), (">=0.5.14", f"{ANTHROPIC}:TextBlock")),
-    },
+    "billing_lines": {"anthropic_request": OF_ANTHROPIC, "block": OF_TEXT},
     "stop_sequences": {
-        "anthropic_request": ((f"{ANTHROPIC}:AnthropicMessagesRequest",),),
+        "anthropic_request": OF_ANTHROPIC,
         "response": ((f"{OPENAI}.protocol:ChatCompletionResponse",),),
         "choice": ((f"{OPENAI}.protocol:ChatCompletionResponseChoice",),),
         "made": ((f"{ANTHROPIC}:AnthropicMessagesResponse",),),
@@ -396,9 +395,9 @@ OBJECTS = {
         "sys.modules[original.__module__]": (("<0.5.16", SM120_ATTENTION_0_5_14),),  # others: test_wheel_attention.py
     },
     "unchosen_tools": dict.fromkeys(("request", "made"), CHAT_REQUEST),
+    "system_reminders": {"anthropic_request": OF_ANTHROPIC, "message": OF_TURN, "block": OF_TEXT},
     "thought_history": {
-        "anthropic_request": ((f"{ANTHROPIC}:AnthropicMessagesRequest",),),
-        "turn": ((f"{ANTHROPIC}:AnthropicMessage",),),
+        **{"anthropic_request": OF_ANTHROPIC, "turn": OF_TURN},
         "block": ((f"{ANTHROPIC}:ThinkingBlock",),),
         **{"made": CHAT_REQUEST, "message": CHAT_MESSAGES[:1]},
     },

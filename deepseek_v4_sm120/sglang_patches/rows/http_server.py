@@ -285,6 +285,23 @@ BILLING_LINES = Patch(
     retire="when SGLang leaves that line out itself",
 )
 
+SYSTEM_REMINDERS = Patch(
+    name="system_reminders",
+    why="system messages within a conversation over /v1/messages, which Claude Code adds at each turn, are put at the "
+    "head of the prompt: each new one moves the whole conversation, which is read anew. DeepSeek's own conversion "
+    "leaves them where they are, as reminders of the user's turn",
+    targets=(
+        targets_of_fix("system_reminders")(
+            f"{MESSAGES}._convert_to_chat_completion_request",
+            "convert",
+            Parameters(("self", "anthropic_request")),
+            ">=0.5.15,<0.6",
+        ),
+    ),
+    absent="up to 0.5.13 such messages are refused, and 0.5.14 moves them as it reads a request",
+    retire="when SGLang leaves them where they are",
+)
+
 STOP_SEQUENCES = Patch(
     name="stop_sequences",
     why="an answer over /v1/messages that one of the request's stop_sequences ended is told as one that the model "
