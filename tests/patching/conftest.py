@@ -151,6 +151,12 @@ class Req:
 class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):
         pass
+
+    def prepare_for_extend(self):
+        pass
+
+    def mix_with_running(self, running_batch):
+        pass
 """
 SCHEDULER = """
 started = True
@@ -444,6 +450,7 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/grammar/bitmask_ops.py": BITMASK,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
+    "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def render_tools(tools):\n    return tools\n",
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,

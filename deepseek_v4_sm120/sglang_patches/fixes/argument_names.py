@@ -58,11 +58,11 @@ class Names:
 
 
 def replace_init(original: Callable) -> Callable:
-    """For DeepSeekRecipeOutputParser.__init__(self, deepseek_recipe, ..., parse_tool_calls, ...)."""
+    """For DeepSeekRecipeOutputParser.__init__(self, deepseek_recipe, *, thinking_stage, parse_tool_calls, ...)."""
 
     @functools.wraps(original)
-    def __init__(self, deepseek_recipe, *, parse_tool_calls, **more):
-        original(self, deepseek_recipe, parse_tool_calls=parse_tool_calls, **more)
+    def __init__(self, deepseek_recipe, *, thinking_stage, parse_tool_calls, **more):
+        original(self, deepseek_recipe, thinking_stage=thinking_stage, parse_tool_calls=parse_tool_calls, **more)
         if parse_tool_calls and models_served.has_served_card():
             names = Names(self._hf_tokenizer)
             setattr(self, NAMES, names)
