@@ -210,6 +210,25 @@ def test_the_request_is_made_of_what_was_looked_at(version):
     assert 0 < one.index("self._validate_one_request(obj, input_ids)") < one.index("self._create_tokenized_object(")
 
 
+@every_release()
+def test_a_temperature_that_is_none(version):
+    params = {"temperature": math.nan}
+    if since(version, "0.5.14"):
+        with pytest.raises(ValueError, match="temperature must be"):
+            verified(version, params)
+    else:
+        verified(version, params)
+        names = {"torch": torch}
+        draw = take(fetch(version), names, "sampling_from_probs_torch", "sglang.srt.layers.sampler")
+        with pytest.raises(RuntimeError, match="probability tensor"):  # so the row is needed
+            draw((torch.zeros(1, SIZE) / batch_of(version, params).temperatures).softmax(-1))
+    for number in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="temperature has to be a finite number"):
+            asks(version, {"temperature": number}, ours=True)
+    for number in (0, 0.7, None):
+        assert asks(version, {"temperature": number}, ours=True) == {"temperature": number}
+
+
 def normalized(version, pattern, *, ours):
     """By the release's own SamplingParams.normalize, which parses patterns for their length."""
     longest = take(fetch(version), {"sre_parse": re._parser, "MAX_LEN": 1 << 30}, "_max_length_from_subpattern", PARAMS)

@@ -11,6 +11,7 @@ error there ends the server:
   "skip_special_tokens": 1, "stop_token_ids": [null] (#22144)
 - a `max_new_tokens` of half a token, a `logit_bias` that is no table of numbers, in all releases; up to 0.5.19 an
   infinite one, by which nothing can be drawn
+- up to 0.5.13 a `temperature` that is NaN, which JSON as Python reads it has, over the chat API, too
 - up to 0.5.16 a `stop_regex` that Python parses and does not compile, such as one that looks behind for any number of
   characters, over the chat API, too
 
@@ -21,6 +22,7 @@ by an error that says which one. This runs in the process that answers over HTTP
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Integral, Real
@@ -100,6 +102,9 @@ def refuse_kinds(asked: Mapping) -> None:
         for name in names:
             if not isinstance(asked.get(name), kind | None):
                 raise ValueError(f"{name} has to be {what}.")
+    temperature = asked.get("temperature")
+    if isinstance(temperature, Real) and not math.isfinite(temperature):
+        raise ValueError("temperature has to be a finite number.")
     if (asked.get("sampling_seed") or 0) not in SEEDS:
         raise ValueError("sampling_seed has more than 64 bits.")
     tokens, biases = asked.get("stop_token_ids"), asked.get("logit_bias")

@@ -373,7 +373,7 @@ FATAL_REQUESTS = Patch(
     "server for all: a top_k of 2**31 and more (sglang #17646), more log-probabilities than the vocabulary has tokens "
     "(#40076, open), logprob_start_len below -1, no prompt at all, a max_new_tokens that is no whole number, and up to "
     "0.5.21 over /generate a schema that is no text or a stop token that is null; up to 0.5.16 a stop_regex that does "
-    "not compile",
+    "not compile, up to 0.5.13 a temperature that is NaN",
     targets=(
         _fatal_requests(f"{SAMPLING}.normalize", "normalize", Parameters(("self", "tokenizer")), "<0.5.17"),
         _fatal_requests(
