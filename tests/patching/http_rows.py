@@ -22,6 +22,7 @@ BETWEEN = {  # where, from a release on, before another
     "text_parts": (http.CHAT, "0.5.12", "0.5.23"),
     "cut_arguments": (http.CHAT, "0.5.14", "0.5.23"),
     "echoed_items": (http.RESPONSES, "0.5.14", "0.5.18"),
+    "developer_items": (http.RESPONSES, "0.5.20", "0.6"),
     "system_reminders": (http.MESSAGES, "0.5.15", "0.6"),
     "thought_history": (http.MESSAGES, "0.5.14", "0.5.19"),
     "disconnects": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.20"),

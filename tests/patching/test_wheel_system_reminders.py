@@ -66,6 +66,7 @@ CASES = [
     ([("system", "S"), QUESTION], [HEAD, told("S"), QUESTION]),
     ([QUESTION, ("system", [block("text", text="a"), block("text", text="b")])], [HEAD, QUESTION, told("a\n\nb")]),
     ([QUESTION, ("system", "")], [HEAD, QUESTION]),
+    ([QUESTION, ("assistant", CALL), ("system", "S")], [HEAD, QUESTION, WORDS, told("S")]),
     ([QUESTION, ("assistant", CALL), ("user", RESULT), ("system", "S")], [HEAD, QUESTION, WORDS, ANSWER, told("S")]),
     ([QUESTION, ("assistant", CALL), ("system", "S"), ("user", RESULT)], [HEAD, QUESTION, WORDS, ANSWER, told("S")]),
 ]

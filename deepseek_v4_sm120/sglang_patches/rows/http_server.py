@@ -302,6 +302,20 @@ SYSTEM_REMINDERS = Patch(
     retire="when SGLang leaves them where they are",
 )
 
+DEVELOPER_ITEMS = Patch(
+    name="developer_items",
+    why="a developer's messages within a conversation over /v1/responses, which Codex adds, are put at the head of the "
+    "prompt: each new one moves the whole conversation, which is read anew. DeepSeek's own conversion leaves them "
+    "where they are, in the user's turn",
+    targets=(
+        targets_of_fix("developer_items")(
+            f"{RESPONSES}._response_input_history", "history", Parameters(("self", "request")), ">=0.5.20,<0.6"
+        ),
+    ),
+    absent="up to 0.5.19 a conversation is put together elsewhere",
+    retire="when SGLang leaves them where they are",
+)
+
 STOP_SEQUENCES = Patch(
     name="stop_sequences",
     why="an answer over /v1/messages that one of the request's stop_sequences ended is told as one that the model "
