@@ -51,12 +51,6 @@ class Case:
 CASES = tuple(Case(matrix.name, matrix.outputs, rows) for matrix in MATRICES for rows in ROWS)
 
 
-def read_bandwidth_gbs() -> float:
-    """A sum over 6 GB."""
-    data = torch.ones(6 << 28, dtype=torch.float32, device="cuda")
-    return data.numel() * 4 / common.graph_microseconds([lambda: torch.sum(data)] * 2) / 1e3
-
-
 def measure(case: Case, gbs: float, report: common.Report) -> None:
     layers = common.layers_for_cold_caches(case.bytes)
     generator = torch.Generator("cuda").manual_seed(case.rows)
@@ -83,7 +77,7 @@ def main() -> None:
     arguments = parser.parse_args()
     common.require_gpu()
     commit = arguments.commit or extension.build_info()["git_commit"]
-    gbs = read_bandwidth_gbs()
+    gbs = common.read_bandwidth_gbs()
     found = common.ceilings() | {"read_gbs": round(gbs, 1)}
     print(found, flush=True)
     report = common.Report("bf16_linear", commit, found)

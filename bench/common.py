@@ -142,6 +142,13 @@ def copy_bandwidth_gbs() -> float:
     return 2 * source.numel() / graph_microseconds([lambda: torch.neg(read, out=written)] * 4) / 1e3
 
 
+def read_bandwidth_gbs() -> float:
+    """A plain sum over 6 GiB of float32."""
+    size = 6 << 30
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").fill_(1).view(torch.float32)
+    return size / graph_microseconds([source.sum] * 2) / 1e3
+
+
 def empty_launch_microseconds() -> float:
     """One node of a graph of kernels that do nothing."""
     return graph_microseconds([lambda: torch.cuda._sleep(0)] * 1000)

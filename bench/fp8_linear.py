@@ -45,7 +45,6 @@ from deepseek_v4_sm120.specs.fp8_linear import (  # noqa: E402
 )
 
 ISSUE = 7
-READ_BYTES = 6 << 30
 ROWS = (1, 4, 8, 16, 32, 64, 65, 128, 256)
 QUICK_ROWS = (1, 8, 16, 64, 256)
 LARGE_BYTES = 8 << 20  # matrices that have a bar
@@ -96,11 +95,6 @@ def draft_heads() -> list[Matrix]:
 
 def cases(rows: tuple[int, ...] = ROWS) -> list[Case]:
     return [Case(matrix, count) for matrix in unlike_matrices() for count in rows]
-
-
-def read_bandwidth_gbs() -> float:
-    source = torch.empty(READ_BYTES, dtype=torch.uint8, device="cuda").fill_(1).view(torch.float32)
-    return READ_BYTES / common.graph_microseconds([source.sum] * 2) / 1e3
 
 
 def microseconds_of(calls: list[Callable[[], object]]) -> float:
@@ -232,7 +226,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     common.require_gpu()
-    ceilings = {"read_gbs": round(read_bandwidth_gbs(), 1), **common.ceilings()}
+    ceilings = {"read_gbs": round(common.read_bandwidth_gbs(), 1), **common.ceilings()}
     report = common.Report("fp8_linear", arguments.commit or extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), ceilings, flush=True)
     deep_gemm = None if arguments.quick else deep_gemm_linear()

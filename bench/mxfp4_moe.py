@@ -52,16 +52,9 @@ from deepseek_v4_sm120.specs.mxfp4_moe import (  # noqa: E402
 )
 from deepseek_v4_sm120.specs.provider import is_installed  # noqa: E402
 
-READ_BYTES = 6 << 30
 TOUCHED_BYTES = 3e9  # of a graph's calls together, at least
 MAX_CALLS = 48
 GATE_ROWS = 256  # of a prefill case's rows, compared with float64
-
-
-def read_bandwidth_gbs() -> float:
-    """A plain sum over 6 GiB of float32."""
-    source = torch.empty(READ_BYTES, dtype=torch.uint8, device="cuda").fill_(1).view(torch.float32)
-    return READ_BYTES / common.graph_microseconds([source.sum] * 2) / 1e3
 
 
 def layer_of(tp: int) -> Inputs:
@@ -249,7 +242,7 @@ def main() -> int:
     common.require_gpu()
     why_not = "not asked for" if arguments.no_peers else None if is_installed("sglang") else "sglang is not installed"
     print(f"Marlin: {why_not or 'run'}")
-    ceilings = {"read_gbs": round(read_bandwidth_gbs(), 1), **common.ceilings()}
+    ceilings = {"read_gbs": round(common.read_bandwidth_gbs(), 1), **common.ceilings()}
     report = common.Report("mxfp4_moe", extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), ceilings, flush=True)
     chosen = [c for c in (*DECODE, *PREFILL) if arguments.cases in c.name and (c.quick or not arguments.quick)]

@@ -48,7 +48,7 @@ from bench.quality import (  # noqa: E402
     tool_calls,
 )
 from bench.quality.verdict import Verdict, markdown, without  # noqa: E402
-from bench.serving.endpoint import TOTAL_S, ServerError, ServerRefused  # noqa: E402
+from bench.serving.endpoint import KEY_STATUSES, TOTAL_S, ServerError, ServerRefused  # noqa: E402
 from deepseek_v4_sm120.commands.disclosure import API_KEY, printable  # noqa: E402
 
 GATES = {
@@ -68,7 +68,6 @@ GATES = {
 # with random weights these measure nothing: there is no quality to lose
 NEED_A_TRAINED_MODEL = {needle.NAME, arithmetic.NAME, corruption_soak.NAME, tool_calls.NAME}
 PASSED, FAILED, USAGE, NO_VERDICT, INCOMPLETE, INTERNAL = range(6)
-KEY_STATUSES = (401, 403)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -31,6 +31,7 @@ from bench.serving.server_errors import ServerError, ServerGone, ServerNonsense,
 from deepseek_v4_sm120.commands.disclosure import printable
 
 TOTAL_S = 3600.0  # a request, however busily its bytes drip
+KEY_STATUSES = (401, 403)  # of a server that wants a key, or another one
 MAX_BYTES = 64 << 20  # of an answer, or of one event of a stream
 
 

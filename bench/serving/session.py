@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.serving import identity, machine, measures
 from bench.serving.answers import first_state, is_acceptance
 from bench.serving.cells import DEPTH_SUFFIX, Cell
-from bench.serving.endpoint import Endpoint, ServerError, ServerRefused
+from bench.serving.endpoint import KEY_STATUSES, Endpoint, ServerError, ServerRefused
 from bench.serving.generator_process import Generator, GeneratorFailed, Row
 from bench.serving.prompts import PromptSource
 from bench.serving.server_process import ServerDied, ServerProcess, command_of, watched_environment
@@ -23,7 +23,6 @@ from deepseek_v4_sm120.commands.disclosure import API_KEY, shown
 FORMAT = "serving-comparison 1"
 OWN_VARIABLE = "DSV4_SM120_REPORT"  # set by this program on both sides
 FLUSH_TRIES = 20
-KEY_STATUSES = (401, 403)
 UNENDED = "it was cut off: this was written while it ran, and nothing came after it"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import types
 
 import pytest
@@ -96,8 +97,23 @@ def run(mixin, *, decode=True):
     return mixin.out
 
 
+_expected = {}
+
+
 def expected(inputs):
-    return reference.index_select(**inputs.arguments(), k=K)
+    """The reference's lists, worked out once for arguments of the same bits."""
+    given = inputs.arguments()
+    key = repr({name: digest_of(value) for name, value in given.items()})
+    if key not in _expected:
+        _expected[key] = reference.index_select(**given, k=K)
+    return tuple(lists.clone() for lists in _expected[key])
+
+
+def digest_of(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    content = value.contiguous().view(torch.uint8).numpy()
+    return value.dtype, value.shape, hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize("fp4", [False, True])

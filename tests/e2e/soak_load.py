@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bench.quality import greedy, server_load, whole
-from bench.quality.cancelled_requests import ABORTED, LEAVES, Storm
+from bench.quality.cancelled_requests import ABORTED, EARLY_S, LEAVES, Storm
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
 from bench.serving.server_errors import ServerError, ServerRefused
@@ -31,7 +31,6 @@ SHORTEST = 24
 FEWEST_NEW, MOST_NEW = 16, 256
 STORM_NEW = 4096  # of an answer that is cancelled
 SEEN = (1, 3, 9, 21)  # tokens after which it is
-EARLY_S = (0.0, 0.02, 0.1, 0.3)
 DOCUMENTS, DOCUMENT, TAIL = 4, 5800, 60  # shared prefixes: how many, their tokens, and a request's own
 LEAST_LONGEST = 6000  # tokens of the longest prompt: documents and markers fit
 SAMPLED = ({}, {"min_p": 0.01}, {"frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_new_tokens": 8})

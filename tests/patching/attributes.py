@@ -133,8 +133,7 @@ class Release:
         return _given(block, parameter) if parameter else self._members(module, block)
 
     def _members(self, module: str, block: str) -> Iterator[str]:
-        for pair in re.findall(r"^    (?:async )?def (\w+)|^    (\w+)\s*(?::|=[^=])", block, re.MULTILINE):
-            yield from filter(None, pair)
+        yield from _own(block)
         yield from _given(block, "self")
         (bases,) = re.match(r"class \w+(?:\(([^)]*)\))?", block).groups(default="")
         for base in re.findall(r"[\w.]+", bases):
@@ -188,11 +187,22 @@ def _top(text: str) -> Iterator[str]:
         yield from re.findall(r"\w+", names)
 
 
-def _given(block: str, name: str) -> Iterator[str]:
+# The text is all that these ask, and most classes are those of the release before.
+@functools.cache
+def _own(block: str) -> tuple[str, ...]:
+    """What a class's body binds."""
+    pairs = re.findall(r"^    (?:async )?def (\w+)|^    (\w+)\s*(?::|=[^=])", block, re.MULTILINE)
+    return tuple(name for pair in pairs for name in pair if name)
+
+
+@functools.cache
+def _given(block: str, name: str) -> tuple[str, ...]:
     """Attributes that a piece of code sets on what it calls `name`, or registers with it."""
     targets = rf"((?:\b{name}\.\w+\s*,\s*)*\b{name}\.\w+)(?:\s*,?\s*\)|\s*:[^=\n]*)?\s*=(?!=)"
-    for several in re.findall(targets, block):
-        yield from re.findall(rf"{name}\.(\w+)", several)
-    yield from re.findall(rf"^\s*{name}\.(\w+)\s*:", block, re.MULTILINE)
-    yield from re.findall(rf"\b{name}\.(?:register_\w+|add_module)\(\s*\"(\w+)\"", block)
-    yield from re.findall(rf"\bsetattr\(\s*{name},\s*\"(\w+)\"", block)
+    set_there = [one for several in re.findall(targets, block) for one in re.findall(rf"{name}\.(\w+)", several)]
+    return (
+        *set_there,
+        *re.findall(rf"^\s*{name}\.(\w+)\s*:", block, re.MULTILINE),
+        *re.findall(rf"\b{name}\.(?:register_\w+|add_module)\(\s*\"(\w+)\"", block),
+        *re.findall(rf"\bsetattr\(\s*{name},\s*\"(\w+)\"", block),
+    )
