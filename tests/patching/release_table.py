@@ -20,14 +20,16 @@ from tests.patching.wheels import RELEASES, built  # noqa: E402
 
 PAGE = REPO / "docs/releases.md"
 REVIEWED, UNREVIEWED, ABSENT = "reviewed", "UNREVIEWED", "not there"
+MARKS = {REVIEWED: "yes", UNREVIEWED: "UNREVIEWED", ABSENT: "-"}
 HEAD = """# SGLang releases
 
 Written by `python3 tests/patching/release_table.py`; a test says when it is stale. The date is that on which the
-release's wheel was packed. A patch is {reviewed} where a human read all of its places in that release, and what was
-read is what the wheel has (tests/patching/test_wheels.py); {unreviewed} where not, then it is applied if it fits and
-one warning tells it. Below 0.5.12 and from 0.6 on SGLang's own code runs. A build of between two releases (0.5.24.dev7)
-and a tree that names none (0.0.0.dev1, a checkout without tags) get the rows of the release whose definitions are most
-like theirs, each patch whole; a mended fault's fix is left out where the fault may be mended; a tree that names none
+release's wheel was packed. "{reviewed}": the patch is there, a human read all of its places in that release, and what
+was read is what the wheel has (tests/patching/test_wheels.py); "{UNREVIEWED}": nobody did, then it is applied if it fits
+and one warning tells it; "{not there}": SGLang's own code runs, and the last column says why. So it does below 0.5.12
+and from 0.6 on. A build of between two releases (0.5.24.dev7) and a tree that names none (0.0.0.dev1, a checkout without
+tags) get the rows of the release whose definitions are most like theirs, each patch whole; a mended fault's fix is left
+out where the fault may be mended; a tree that names none
 keeps SGLang's defaults.
 """
 
@@ -42,15 +44,14 @@ def state(patch: Patch, release: str) -> str:
 
 def page() -> str:
     shown = [patch for patch in TABLE.patches if "sm120" in patch.modes]
-    rows = [["release", "date", *(f"`{patch.name}`" for patch in shown)]]
-    rows += [[r, built(r), *(state(patch, r) for patch in shown)] for r in RELEASES]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows = [["", *RELEASES, "where not"], ["wheel of", *map(built, RELEASES), ""]]
+    for patch in shown:
+        states = [state(patch, release) for release in RELEASES]
+        rows.append([f"`{patch.name}`", *map(MARKS.__getitem__, states), patch.absent if ABSENT in states else ""])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] + [0]  # the last is prose
     lines = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in rows]
-    lines.insert(1, f"|{'|'.join('-' * (w + 2) for w in widths)}|")
-    absent = [patch for patch in shown if any(state(patch, r) == ABSENT for r in RELEASES)]
-    reasons = [f"- `{patch.name}`: {patch.absent}" for patch in absent]
-    head = HEAD.format(reviewed=REVIEWED, unreviewed=UNREVIEWED)
-    return "\n".join([head, *lines, "", f"Where it says {ABSENT}, SGLang's own code runs:", "", *reasons]) + "\n"
+    lines.insert(1, f"|{'|'.join('-' * (max(w, 3) + 2) for w in widths)}|")
+    return "\n".join([HEAD.format(**MARKS), *lines]) + "\n"
 
 
 def main(argv: list[str]) -> int:
