@@ -25,12 +25,11 @@ HEAD = """# SGLang releases
 
 Written by `python3 tests/patching/release_table.py`; a test says when it is stale. The date is that on which the
 release's wheel was packed. "{reviewed}": the patch is there, a human read all of its places in that release, and what
-was read is what the wheel has (tests/patching/test_wheels.py); "{UNREVIEWED}": nobody did, then it is applied if it fits
-and one warning tells it; "{not there}": SGLang's own code runs, and the last column says why. So it does below 0.5.12
-and from 0.6 on. A build of between two releases (0.5.24.dev7) and a tree that names none (0.0.0.dev1, a checkout without
-tags) get the rows of the release whose definitions are most like theirs, each patch whole; a mended fault's fix is left
-out where the fault may be mended; a tree that names none
-keeps SGLang's defaults.
+was read is what the wheel has (tests/patching/test_wheels.py); "{UNREVIEWED}": nobody did, then it is applied if it
+fits and one warning tells it; "{not there}": SGLang's own code runs, and the last column says why. So it does below
+0.5.12 and from 0.6 on. A build of between two releases (0.5.24.dev7) and a tree that names none (0.0.0.dev1, a
+checkout without tags) get the rows of the release whose definitions are most like theirs, each patch whole; a mended
+fault's fix is left out where the fault may be mended; a tree that names none keeps SGLang's defaults.
 """
 
 
