@@ -25,7 +25,7 @@ LONGEST = (
     *("quality/test_gates.py", "patching/test_start.py", "quality/test_lies.py", "e2e/test_serving_stage.py"),
     *("ops/test_all_reduce_on_cpu.py", "e2e/test_faults_stage.py", "emulator/test_kernels.py", "e2e/test_scripts.py"),
     *("serving/test_compare.py", "quality/test_state_gates.py", "patching/test_wheels.py"),
-    *("emulator/test_watch.py", "emulator/test_cards.py"),
+    *("emulator/test_watch.py", "emulator/test_cards.py", "patching/test_wheel_slots.py"),
 )
 
 # Syntax trees, and what torch and pytest hold, are millions of objects that live long: at the usual threshold, 700,

@@ -27,7 +27,7 @@ def replace_decode_metadata(original: Callable) -> Callable:
     def make_forward_metadata_from_raw_decode(self, raw_metadata):
         lengths = raw_metadata.seq_lens
         if self.speculative_num_steps > 1 and device_gate.serves(lengths.device):
-            written = lengths + self.speculative_step_id + 1
+            written = lengths + (self.speculative_step_id + 1)
             raw_metadata = dataclasses.replace(raw_metadata, seq_lens=written)
         return original(self, raw_metadata)
 
