@@ -369,6 +369,8 @@ def test_a_wheel_whose_bytes_are_others_is_not_installed(tmp_path, monkeypatch):
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     with pytest.raises(BuildError, match="DO NOT MATCH THE HASHES"):
         build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{'0' * 64}",))
+    with pytest.raises(BuildError, match="Hashes are required"):
+        build_wheels.private_venv(tmp_path / "cache", ("one==1",))
     found = build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{digest}",))
     assert (found / "one.py").is_file()
 

@@ -1,5 +1,5 @@
-"""The prompt of a request, each of its messages changed by itself: what several fixes of the chat API share. This runs in
-the process that answers over HTTP, where no GPU is asked."""
+"""The prompt of a request, each of its messages changed by itself: what several fixes of the chat API share. This
+runs in the process that answers over HTTP, where no GPU is asked."""
 
 from __future__ import annotations
 
