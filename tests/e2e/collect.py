@@ -26,6 +26,7 @@ import experts_stage  # noqa: E402
 import fault_rows  # noqa: E402
 import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
+import layers_rows  # noqa: E402
 import products_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 import shadow_rows  # noqa: E402
@@ -56,6 +57,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_soak": ("soak",),  # of soak_stage.py
     "e2e_start": ("start",),  # of start_stage.py
     "e2e_shortage": ("shortage",),  # of shortage_stage.py
+    "e2e_layers": ("layers",),  # of layers_stage.py
     "e2e_accepted": ("accepted",),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2", "reproducible4"),
     "e2e_reproducible43": ("reproducible43", "reproducible43_2", "reproducible43_4", "reproducible43_cost"),
@@ -76,7 +78,7 @@ FEWER_EXPERTS |= {f"_products{n}_43": products_stage.EXPERTS for n in products_s
 FEATURE = "feature: "  # how the cases of the stage `features` begin
 OF_THEIR_OWN = {  # stages with rows of their own
     **{"faults": fault_rows, "soak": soak_rows},
-    **{"start": start_rows, "shortage": shortage_rows},
+    **{"start": start_rows, "shortage": shortage_rows, "layers": layers_rows},
 }
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
 SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}

@@ -1,0 +1,128 @@
+"""SGLang plugin (entry point group sglang.srt.plugins): what goes into every sublayer of each forward pass, of the
+model and of its MTP block, in $E2E_LAYERS/00000.pt .. in the order in which the passes ran:
+
+    kind         target or draft
+    tokens, positions [rows]; requests [requests] their slots; lengths [requests] of the rows of each, or None: alike
+    y            a list of bf16 [rows, hidden]: the inputs of attention and experts of the layers, in turn
+    out          bf16 [rows, hidden], what the vocabulary's weights are multiplied with
+    hidden       of a draft: bf16 [rows, 4 * hidden], the streams that it goes on from
+
+A captured pass copies into tensors of its own, in the graph, with a count that tells when it was replayed last; they
+are read between SGLang's calls of a model (the first of which is a prompt's), so a pass that ran twice before the next
+call would be seen once.
+"""
+
+import functools
+import importlib
+import os
+import pathlib
+
+TARGET, DRAFT = "sglang.srt.models.deepseek_v4", "sglang.srt.models.deepseek_v4_nextn"
+OF_LENGTHS = ("EXTEND", "MIXED")  # modes whose requests have rows of their own number; of others all have as many
+HOOKED = (
+    (f"{TARGET}.DeepseekV4Model.forward", "of_model", "AROUND"),
+    (f"{DRAFT}.DeepseekV4ModelNextN.forward", "of_draft", "AROUND"),
+    (f"{TARGET}.MQALayer.forward", "of_attention", "BEFORE"),
+    ("sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward", "of_experts", "BEFORE"),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.forward", "before_forward", "BEFORE"),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.forward", "after_forward", "AFTER"),
+)
+
+
+def inference(function):
+    @functools.wraps(function)
+    def inside(*args, **kwargs):
+        import torch
+
+        with torch.inference_mode():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+class Tap:
+    def __init__(self, folder):
+        self.folder, self.count, self.seen, self.number = pathlib.Path(folder), None, 0, 0
+        self.open = None  # the pass that is under way
+        self.eager, self.captured, self.cleared = [], [], 0
+
+    @inference
+    def begin(self, kind, tokens, positions, batch):
+        import torch
+
+        if self.count is None:  # SGLang runs each pass before it captures one
+            self.count = torch.zeros((), dtype=torch.int64, device=positions.device)
+        capturing = torch.cuda.is_current_stream_capturing()
+        warming = not capturing and importlib.import_module(TARGET).get_is_capture_mode()
+        if warming or tokens.shape[0] == 0:
+            return
+        self.count.add_(1)
+        mode = batch.forward_mode.name
+        lengths = batch.extend_seq_lens if mode in OF_LENGTHS else None
+        hidden = batch.spec_info.hidden_states if kind == "draft" else None
+        found = dict(tokens=tokens, positions=positions, requests=batch.req_pool_indices, lengths=lengths)
+        found |= dict(hidden=hidden, stamp=self.count)
+        self.open = {name: value.clone() for name, value in found.items() if value is not None}
+        self.open |= {"kind": kind, "y": [], "mode": mode}
+        (self.captured if capturing else self.eager).append(self.open)
+
+    @inference
+    def note(self, y):
+        if self.open is not None:
+            self.open["y"].append(y.clone())
+
+    @inference
+    def end(self, result):
+        while isinstance(result, (tuple, list)):
+            result = result[0]
+        if self.open is not None:
+            self.open["out"], self.open = result.clone(), None
+
+    @inference
+    def write(self):
+        """What ran since the last time."""
+        import torch
+
+        if self.count is None or not (self.eager or self.captured):
+            return
+        torch.cuda.synchronize()
+        for one in self.captured[self.cleared :]:  # a capture runs nothing: what stands there is anybody's
+            one["stamp"].zero_()
+        self.cleared = len(self.captured)
+        every = self.eager + self.captured
+        stamps = torch.stack([one["stamp"] for one in every]).tolist()
+        ran = sorted((stamp, i) for i, stamp in enumerate(stamps) if stamp > self.seen and "out" in every[i])
+        for stamp, i in ran:
+            on_host = {k: v.cpu() if hasattr(v, "cpu") else v for k, v in every[i].items() if k != "y"}
+            torch.save(on_host | {"y": [y.cpu() for y in every[i]["y"]]}, self.folder / f"{self.number:05d}.pt")
+            self.number, self.seen = self.number + 1, stamp
+        self.eager.clear()
+
+
+def hooks(tap):
+    def around(kind):
+        def forward(original, self, input_ids, positions, forward_batch, *args, **kwargs):
+            tap.begin(kind, input_ids, positions, forward_batch)
+            result = original(self, input_ids, positions, forward_batch, *args, **kwargs)
+            tap.end(result)
+            return result
+
+        return forward
+
+    return {
+        "of_model": around("target"),
+        "of_draft": around("draft"),
+        "of_attention": lambda self, x, *args, **kwargs: tap.note(x),
+        "of_experts": lambda self, hidden_states, *args, **kwargs: tap.note(hidden_states),
+        "before_forward": lambda *args, **kwargs: tap.write(),
+        "after_forward": lambda result, *args, **kwargs: tap.write(),
+    }
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if folder := os.environ.get("E2E_LAYERS"):
+        found = hooks(Tap(folder))
+        for target, name, kind in HOOKED:
+            HookRegistry.register(target, found[name], getattr(HookType, kind))

@@ -1,0 +1,49 @@
+"""What collect.py says of the stage `layers` (layers_stage.py)."""
+
+from __future__ import annotations
+
+ISSUE = 23
+ERROR = 0.06  # of a sublayer's output: E4M3's activations and weights of 4 bits leave about half of it
+SHARE = 0.25  # of a known fault in an error; an engine that has it would be at 1
+CLEAR = 0.04  # a fault's share is told where chance alone would make of it less than this
+IMPLEMENTATIONS = {
+    "layers_ours": "ours, every operator on",
+    "layers_eagle314": "ours, every operator on, EAGLE 3/1/4",
+    "layers_eagle314_blind": "ours, every operator on, EAGLE 3/1/4, draft_chain=off",
+    "layers_stock": "SGLang stock (FlashMLA, Hopper)",
+    "layers_stock_eagle314": "SGLang stock (FlashMLA, Hopper), EAGLE 3/1/4",
+}
+PLANTED = {"layers_eagle314_blind": "blind behind the first draft"}  # a fault that the case is there to show
+
+
+def rows(row, stages: list) -> list:
+    """stages: `layers` of each stage file."""
+    return [one for stage in stages for name, case in stage["cases"].items() for one in case_rows(row, name, case)]
+
+
+def case_rows(row, name: str, case: dict) -> list:
+    found, judged = [], case["patched"] and name not in PLANTED
+
+    def add(what, metric, value, bar=None):
+        found.append(row(f"layers, {what}", IMPLEMENTATIONS[name], metric, value, bar, ISSUE))
+
+    broke = case["exit"] != 0 or case["compared"] != 0
+    add("all", "an engine or its comparison that broke", int(broke), 0)
+    for group in case["groups"]:
+        what = f"{group['what']}, {group['mode']}"
+        add(what, f"relative error beside float64, {group['rows']} rows", group["error"], ERROR if judged else None)
+        add(what, "rows of another choice (experts, entries)", group["outliers"])
+        told = {fault: f["share"] for fault, f in group["faults"].items() if f["reach"] < CLEAR}
+        if not told:
+            continue
+        worst = max(told, key=lambda fault: abs(told[fault]))
+        add(what, f"greatest share of {len(told)} known faults", abs(told[worst]), SHARE if judged else None)
+        if abs(told[worst]) > SHARE:
+            add(what, f"share of a fault: {worst}", told[worst])
+        planted = PLANTED.get(name)
+        if planted in told:
+            add(what, f"share of the fault that is there, {planted}, off 1", abs(told[planted] - 1), SHARE)
+    if name in PLANTED and not broke:
+        seen = any(PLANTED[name] in group["faults"] for group in case["groups"])
+        add("all", "a planted fault that was not looked for", int(not seen), 0)
+    return found
