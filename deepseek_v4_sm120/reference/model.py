@@ -265,21 +265,33 @@ def attend(queries, keys, seen, weights, rules) -> torch.Tensor:
 def experts(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Tensor, *, hashed, rules=None):
     """[rows, hidden] float64 of inputs x [rows, hidden] and the tokens' numbers; hashed: this layer routes by those."""
     rules, x = rules or Rules(), x.double()
+    ids, shares = routed(config, weights, x, tokens, hashed=hashed, rules=rules)
+    limit = config.swiglu_limit if rules.swiglu_limit else None
+    made = (outputs(weights, x, ids, limit) * shares[..., None]).sum(dim=1)
+    return made + mlp(weights.under("shared_experts."), x, limit) * rules.shared_expert
+
+
+def routed(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Tensor, *, hashed, rules):
+    """(experts int64, their shares float64), [rows, topk] each."""
     logits = x @ weights("gate").T
     bias = weights("gate.bias") if "gate.bias" in weights else torch.zeros(logits.shape[1], device=x.device)
     scores, by = router_topk.ranked(logits, bias)
-    ids = weights.raw("gate.tid2eid").long()[tokens.long()] if hashed and rules.hashed else None
-    if ids is None:
+    if hashed and rules.hashed:
+        ids = weights.raw("gate.tid2eid").long()[tokens.long()]
+    else:
         ids = torch.sort(by, dim=1, descending=True, stable=True).indices[:, : config.topk]
     scale = config.routed_scale if rules.routed_scale is None else rules.routed_scale
     weighted = by if rules.bias_in_weights else scores
-    shares = router_topk.weights_of(weighted, ids, renormalize=rules.renormalize, scale=scale)
-    limit = config.swiglu_limit if rules.swiglu_limit else None
-    out = torch.zeros_like(x)
+    return ids, router_topk.weights_of(weighted, ids, renormalize=rules.renormalize, scale=scale)
+
+
+def outputs(weights: Weights, x: torch.Tensor, ids: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """[rows, topk, hidden]: of each row's experts, before their shares."""
+    found = torch.empty(*ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
     for expert in ids.unique().tolist():
         rows, slots = (ids == expert).nonzero(as_tuple=True)
-        out.index_add_(0, rows, mlp(weights.under(f"experts.{expert}."), x[rows], limit) * shares[rows, slots, None])
-    return out + mlp(weights.under("shared_experts."), x, limit) * rules.shared_expert
+        found[rows, slots] = mlp(weights.under(f"experts.{expert}."), x[rows], limit)
+    return found
 
 
 def mlp(weights: Weights, x: torch.Tensor, limit: float | None) -> torch.Tensor:

@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from deepseek_v4_sm120.reference import model  # noqa: E402
 from deepseek_v4_sm120.reference.model import Rules  # noqa: E402
 
+BLOCK = 1024  # rows at a time
 OUTLIER = 0.5  # of a row: an expert, or an entry of the index, that was chosen otherwise by a near tie
 ATTENTION = {
     "a window of 127": Rules(window=127),
@@ -133,72 +134,71 @@ class Kept(model.Weights):
         return self.kept[self.prefix + name]
 
 
+@dataclass
+class Pass:
+    """A pass of the model: its requests' rows, without what fills a captured one up."""
+
+    mode: str
+    segments: list  # (request, first position, rows of the pass)
+    tokens: torch.Tensor
+    y: list
+    out: torch.Tensor
+    hidden: torch.Tensor | None
+    first_drafts: dict  # request -> where the drafts began, of which this is one
+
+
+@dataclass
+class Before:
+    """The last sublayer, and what else it could have made: {fault or None: f [rows, hidden]}."""
+
+    what: str
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+    made: dict
+
+
 class Judge:
     """faults: the names of those that are looked for; None: all."""
 
     def __init__(self, config: dict, tensors, device="cpu", faults=None):
-        self.faults = faults
         self.config, self.weights, self.device = model.Config.of(config), Kept(tensors), device
-        self.hidden, self.layers = config["hidden_size"], config["num_hidden_layers"]
-        self.histories = {}  # (kind, request) -> a layer's inputs by position, newest request last
-        self.first_draft = {}  # request -> the position of the first draft that is under way
+        self.faults, self.hidden, self.layers = faults, config["hidden_size"], config["num_hidden_layers"]
+        self.passes = {"target": [], "draft": []}
+        self.first_drafts = {}  # request -> the position of the first draft that is under way
         self.groups = defaultdict(Group)
 
     def sublayers(self, kind):
         """(weights, ratio, hashed) of each layer."""
         if kind == "draft":
             return [(self.weights.under("mtp.0."), 0, False)]
-        ratios = self.config.ratios
-        return [
-            (self.weights.under(f"layers.{i}."), ratios[i], i < self.config.hash_layers) for i in range(self.layers)
-        ]
+        ratios, hashed = self.config.ratios, self.config.hash_layers
+        return [(self.weights.under(f"layers.{i}."), ratios[i], i < hashed) for i in range(self.layers)]
 
     def take(self, record: dict) -> None:
-        """One pass, as the plugin wrote it."""
-        record = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in record.items()}
+        """One pass, as the plugin wrote it, in the order in which they ran."""
+        kind, expected = record["kind"], 2 * len(self.sublayers(record["kind"]))
+        if len(record["y"]) != expected:
+            raise ValueError(f"a pass has {len(record['y'])} inputs of sublayers, expected {expected}")
         segments = self.segments(record)
-        rows = torch.cat([torch.arange(s.start, s.stop, device=self.device) for _, s in segments])
-        tokens, layers = record["tokens"][rows].long(), self.sublayers(record["kind"])
-        if len(record["y"]) != 2 * len(layers):
-            raise ValueError(f"a pass has {len(record['y'])} inputs of sublayers, expected {2 * len(layers)}")
-        y = [one.to(self.device)[rows] for one in record["y"]]
-        embedded = self.weights.raw("embed.weight")[tokens]
-        streams = embedded.double()[:, None].expand(-1, 4, -1)
-        if record["kind"] == "draft":
-            hidden = record["hidden"][rows].view(len(rows), 4, -1)
-            streams = model.draft_streams(self.config, self.weights.under("mtp.0."), embedded, hidden)
-        what, effects, mode = "embedding", {}, f"{record['kind']}, {record['mode'].lower()}"
-        for number, (weights, ratio, hashed) in enumerate(layers):
-            for kind in ("attn", "ffn"):
-                seen = y[2 * number + (kind == "ffn")]
-                truth, post, comb = self.mixed(weights, kind, streams)
-                changed = {name: self.mixed(weights, kind, other)[0] for name, other in effects.items()}
-                self.groups[what, mode].add(seen, truth, changed)
-                if kind == "attn":
-                    made = self.attention(record, segments, number, weights.under("attn."), ratio, seen)
-                    what = f"attention, ratio {ratio}"
-                else:
-                    made = self.experts(weights.under("ffn."), seen, tokens, hashed)
-                    what = "experts, hashed" if hashed else "experts, routed"
-                effects = {name: model.behind(f, streams, post, comb) for name, f in made.items()}
-                for name, rules in self.asked(MIXING).items():
-                    if name is not None:
-                        effects[name] = model.behind(made[None], streams, post, comb, rules)
-                streams = effects.pop(None)
-        of_head = self.weights.under("mtp.0.") if record["kind"] == "draft" else self.weights
-        truth = model.head(self.config, of_head, streams)
-        changed = {name: model.head(self.config, of_head, other) for name, other in effects.items()}
-        self.groups[what, mode].add(record["out"][rows], truth, changed)
-
-    def mixed(self, weights, kind, streams):
-        return model.mixing(self.config, weights, kind, f"{kind}_norm", streams)
+        if not segments:
+            return
+        rows = torch.cat([torch.arange(s.start, s.stop) for _, _, s in segments])
+        y, hidden = [one[rows] for one in record["y"]], record.get("hidden")
+        hidden = None if hidden is None else hidden[rows]
+        mode = f"{kind}, {record['mode'].lower()}"
+        first = dict(self.first_drafts) if is_chained(record) else {}
+        one = Pass(mode, segments, record["tokens"][rows].long(), y, record["out"][rows], hidden, first)
+        self.passes[kind].append(one)
 
     def segments(self, record) -> list:
-        """[(request, its rows)], without what fills a captured pass up: rows at position 0 that are no prompt's."""
+        """[(request, its first position, its rows)]; of a captured pass rows at position 0 are nobody's."""
         positions, requests = record["positions"].tolist(), record["requests"].tolist()
         lengths = record.get("lengths")
         each = [len(positions) // len(requests)] * len(requests) if lengths is None else lengths.tolist()
         found, begin = [], 0
+        if not is_chained(record):
+            self.first_drafts = {}
         for request, length in zip(requests, each, strict=True):
             rows = slice(begin, begin + length)
             begin += length
@@ -207,59 +207,118 @@ class Judge:
                 continue
             if at != list(range(at[0], at[0] + length)):
                 raise ValueError(f"rows of a request are at positions {at}, expected one after the other")
-            found.append((request, rows))
+            found.append((request, at[0], rows))
             if is_chained(record):
-                self.first_draft.setdefault(request, at[0])
-        if not is_chained(record):
-            self.first_draft.clear()
+                self.first_drafts.setdefault(request, at[0])
         return found
 
-    def attention(self, record, segments, number, weights, ratio, seen) -> dict:
-        """{fault or None: the sublayer's output [rows, hidden]}."""
-        found, begin, kind = defaultdict(list), 0, record["kind"]
-        for request, rows in segments:
-            length = rows.stop - rows.start
-            start = int(record["positions"][rows.start])
-            history = self.history(kind, request, number, start)
-            history = torch.cat([history[:start], seen[begin : begin + length]])
-            self.histories[kind, request][number] = history
-            begin += length
-            faults = ATTENTION | OF_RATIO[ratio]
-            if is_chained(record):
-                faults[BLIND] = Rules(sees_before=self.first_draft[request])
-            for name, rules in self.asked(faults).items():
-                made = model.attention(self.config, weights, history, ratio, first=start, rules=rules)
-                found[name].append(made)
+    def finish(self) -> list:
+        """What is known of each kind of sublayer in each kind of pass."""
+        for kind, passes in self.passes.items():
+            if passes:
+                self.judge(kind, passes)
+        return [{"what": what, "mode": mode} | g.summary(self.hidden) for (what, mode), g in self.groups.items()]
+
+    def judge(self, kind, passes) -> None:
+        """All passes at once, sublayer by sublayer."""
+        modes = [(p.mode, len(p.tokens)) for p in passes]
+        tokens = torch.cat([p.tokens for p in passes]).to(self.device)
+        embedded = self.weights.raw("embed.weight")[tokens]
+        streams = embedded.double()[:, None].expand(-1, 4, -1)
+        if kind == "draft":
+            hidden = torch.cat([p.hidden for p in passes]).to(self.device).view(len(tokens), 4, -1)
+            streams = model.draft_streams(self.config, self.weights.under("mtp.0."), embedded, hidden)
+        before = Before("embedding", streams, None, None, {})
+        for number, (weights, ratio, hashed) in enumerate(self.sublayers(kind)):
+            for part in ("attn", "ffn"):
+                seen = torch.cat([p.y[2 * number + (part == "ffn")] for p in passes]).to(self.device)
+
+                def mixed(streams, weights=weights, part=part):
+                    return model.mixing(self.config, weights, part, f"{part}_norm", streams)
+
+                streams, post, comb = self.boundary(before, modes, seen, mixed)
+                if part == "attn":
+                    what, made = f"attention, ratio {ratio}", self.attention(passes, number, weights, ratio)
+                else:
+                    what = "experts, hashed" if hashed else "experts, routed"
+                    made = self.experts(weights.under("ffn."), seen, tokens, hashed)
+                before = Before(what, streams, post, comb, made)
+        of_head = self.weights.under("mtp.0.") if kind == "draft" else self.weights
+        seen = torch.cat([p.out for p in passes]).to(self.device)
+        self.boundary(before, modes, seen, lambda streams: (model.head(self.config, of_head, streams), None, None))
+
+    def boundary(self, before: Before, modes, seen, mixed):
+        """(streams, post, comb) in front of a sublayer whose inputs were `seen`, all rows in blocks."""
+        found, begin, groups = [], 0, [self.groups[before.what, mode] for mode, rows in modes for _ in range(rows)]
+        while begin < len(seen):
+            end = begin + 1
+            while end < min(begin + BLOCK, len(seen)) and groups[end] is groups[begin]:
+                end += 1
+            rows = slice(begin, end)
+            streams = before.streams[rows]
+            changed = {}
+            if before.made:
+                at = (streams, before.post[rows], before.comb[rows])
+                faults = {name: model.behind(f[rows], *at) for name, f in before.made.items()}
+                for name, rules in self.asked(MIXING).items():
+                    if name is not None:
+                        faults[name] = model.behind(before.made[None][rows], *at, rules)
+                streams = faults.pop(None)
+                changed = {name: mixed(other)[0] for name, other in faults.items()}
+            truth, post, comb = mixed(streams)
+            groups[begin].add(seen[rows], truth, changed)
+            found.append((streams, post, comb))
+            begin = end
+        return [None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True)]
+
+    def attention(self, passes, number, weights, ratio) -> dict:
+        """{fault or None: the sublayer's output [rows, hidden]} of all passes."""
+        found, histories, weights = defaultdict(list), {}, weights.under("attn.")
+        for one in passes:
+            begin, y = 0, one.y[2 * number].to(self.device)
+            for request, start, rows in one.segments:
+                history = known(histories, request, start, one.mode)
+                end = begin + rows.stop - rows.start
+                history = histories[request] = torch.cat([*([] if history is None else [history]), y[begin:end]])
+                begin = end
+                faults = ATTENTION | OF_RATIO[ratio]
+                if request in one.first_drafts:
+                    faults = faults | {BLIND: Rules(sees_before=one.first_drafts[request])}
+                for name, rules in self.asked(faults).items():
+                    made = model.attention(self.config, weights, history, ratio, first=start, rules=rules)
+                    found[name].append(made)
+                if BLIND not in faults and self.passes["draft"] is passes:
+                    found[BLIND].append(found[None][-1])
         return {name: torch.cat(parts) for name, parts in found.items()}
 
-    def history(self, kind, request, number, start):
-        """A layer's inputs of the request up to `start`: its own, or of the newest request whose prefix it has."""
-        own = self.histories.pop((kind, request), {})
-        if start == 0 and number == 0:
-            own = {}
-        if number not in own or len(own[number]) < start:
-            others = [
-                h[number] for (k, _), h in self.histories.items() if k == kind and len(h.get(number, ())) >= start
-            ]
-            if start and not others:
-                raise ValueError(f"nothing is known of the first {start} tokens of a request of a {kind}")
-            own[number] = others[-1] if start else torch.empty(0, self.hidden, device=self.device, dtype=torch.bfloat16)
-        self.histories[kind, request] = own
-        return own[number]
-
     def experts(self, weights, seen, tokens, hashed) -> dict:
-        faults = EXPERTS | (HASHED if hashed else BIASED)
-        return {
-            name: model.experts(self.config, weights, seen, tokens, hashed=hashed, rules=rules)
-            for name, rules in self.asked(faults).items()
-        }
+        """{fault or None: the sublayer's output [rows, hidden]}."""
+        x, limit = seen.double(), self.config.swiglu_limit
+        shared, made = model.mlp(weights.under("shared_experts."), x, limit), {}
+        chosen, found = None, {}
+        for name, rules in self.asked(EXPERTS | (HASHED if hashed else BIASED)).items():
+            ids, shares = model.routed(self.config, weights, x, tokens, hashed=hashed, rules=rules)
+            if chosen is None or not torch.equal(ids, chosen):
+                chosen, made = ids, model.outputs(weights, x, ids, limit)
+            found[name] = torch.einsum("rkh,rk->rh", made, shares) + shared * rules.shared_expert
+        return found
 
     def asked(self, faults) -> dict:
         """The model itself, under None, and the faults that are looked for."""
         return {None: Rules()} | {k: v for k, v in faults.items() if self.faults is None or k in self.faults}
 
-    def summary(self) -> list:
-        return [{"what": what, "mode": mode} | g.summary(self.hidden) for (what, mode), g in self.groups.items()]
+
+def known(histories, request, start, mode):
+    """A layer's inputs of the request up to `start`: its own, or of the newest request that has as many."""
+    own = histories.pop(request, None)  # the newest request stands last
+    if start == 0:
+        return None
+    if own is None or len(own) < start:
+        others = [history for history in histories.values() if len(history) >= start]
+        if not others:
+            raise ValueError(f"nothing is known of the first {start} tokens of a request ({mode})")
+        own = others[-1]
+    return own[:start]
 
 
 def is_chained(record) -> bool:
@@ -286,7 +345,8 @@ def main():
     with torch.inference_mode():
         for path in paths:
             judge.take(torch.load(path))
-    out.write_text(json.dumps({"passes": len(paths), "groups": judge.summary()}, indent=1))
+        found = judge.finish()
+    out.write_text(json.dumps({"passes": len(paths), "groups": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ STAGE, MODEL = "layers", "layers6"
 PLUGIN = HERE / "layers_plugin"
 OPTIONS = ["--variant", MODEL, "--load-format", "auto", "--chunk", "512", "--new", "12", "--mem", "0.9"]
 OPTIONS += ["--graph-bs", "1", "2", "4", "--max-total-tokens", "40000", "--context", "8192", "--max-running", "8"]
-ASKED = ["--lengths", "5", "130", "700", "2600", "--batch", "9", "64", "300", "1000", "--prefix", "1024", "--radix"]
+ASKED = ["--lengths", "5", "130", "700", "2600", "--batch", "9", "64", "300", "1000", "--prefix", "2600", "--radix"]
 DRAFTED = ["--lengths", "5", "130", "700", "--batch", "9", "300"]
 STOCK = PAGED_EXTEND | PAGED_INDEX
 BLIND = {"DSV4_SM120_SET": "draft_chain=off"}

@@ -40,6 +40,11 @@ def inference(function):
     return inside
 
 
+def is_capture_mode():
+    """Whether SGLang captures graphs, or runs what it is about to capture."""
+    return importlib.import_module(TARGET).get_is_capture_mode()
+
+
 class Tap:
     def __init__(self, folder):
         self.folder, self.count, self.seen, self.number = pathlib.Path(folder), None, 0, 0
@@ -53,8 +58,7 @@ class Tap:
         if self.count is None:  # SGLang runs each pass before it captures one
             self.count = torch.zeros((), dtype=torch.int64, device=positions.device)
         capturing = torch.cuda.is_current_stream_capturing()
-        warming = not capturing and importlib.import_module(TARGET).get_is_capture_mode()
-        if warming or tokens.shape[0] == 0:
+        if (is_capture_mode() and not capturing) or tokens.shape[0] == 0:
             return
         self.count.add_(1)
         mode = batch.forward_mode.name
@@ -83,7 +87,7 @@ class Tap:
         """What ran since the last time."""
         import torch
 
-        if self.count is None or not (self.eager or self.captured):
+        if self.count is None or is_capture_mode() or not (self.eager or self.captured):
             return
         torch.cuda.synchronize()
         for one in self.captured[self.cleared :]:  # a capture runs nothing: what stands there is anybody's
