@@ -8,8 +8,9 @@ model and of its MTP block, in $E2E_LAYERS/00000.pt .. in the order in which the
     hidden       of a draft: bf16 [rows, 4 * hidden], the streams that it goes on from
 
 A captured pass copies into tensors of its own, in the graph, with a count that tells when it was replayed last; they
-are read between SGLang's calls of a model (the first of which is a prompt's), so a pass that ran twice before the next
-call would be seen once.
+are read between SGLang's calls of a model, so a pass that ran twice before the next call would be seen once. They are
+made when SGLang runs the pass before it captures it: what a capture allocates lies where the graphs before it have
+their scratch, and is overwritten when those are replayed.
 """
 
 import functools
@@ -45,42 +46,72 @@ def is_capture_mode():
     return importlib.import_module(TARGET).get_is_capture_mode()
 
 
+def like(one, found):
+    """Whether a pass has room for those tensors."""
+    return all(name in one and one[name].shape == value.shape for name, value in found.items())
+
+
 class Tap:
     def __init__(self, folder):
         self.folder, self.count, self.seen, self.number = pathlib.Path(folder), None, 0, 0
-        self.open = None  # the pass that is under way
-        self.eager, self.captured, self.cleared = [], [], 0
+        self.open, self.at = None, 0  # the pass that is under way, and which of its sublayers is next
+        self.eager, self.captured = [], []
+        self.spare = []  # of passes that are about to be captured
 
     @inference
     def begin(self, kind, tokens, positions, batch):
         import torch
 
-        if self.count is None:  # SGLang runs each pass before it captures one
+        if self.count is None:
             self.count = torch.zeros((), dtype=torch.int64, device=positions.device)
-        capturing = torch.cuda.is_current_stream_capturing()
-        if (is_capture_mode() and not capturing) or tokens.shape[0] == 0:
+        if tokens.shape[0] == 0:
             return
-        self.count.add_(1)
         mode = batch.forward_mode.name
         lengths = batch.extend_seq_lens if mode in OF_LENGTHS else None
         hidden = batch.spec_info.hidden_states if kind == "draft" else None
         found = dict(tokens=tokens, positions=positions, requests=batch.req_pool_indices, lengths=lengths)
         found |= dict(hidden=hidden, stamp=self.count)
-        self.open = {name: value.clone() for name, value in found.items() if value is not None}
-        self.open |= {"kind": kind, "y": [], "mode": mode}
-        (self.captured if capturing else self.eager).append(self.open)
+        found = {name: value for name, value in found.items() if value is not None}
+        self.at = 0
+        if not torch.cuda.is_current_stream_capturing():
+            warms = is_capture_mode()
+            self.count.add_(not warms)
+            self.open = {name: value.clone() for name, value in found.items()}
+            self.open |= {"kind": kind, "mode": mode, "y": []}
+            (self.spare if warms else self.eager).append(self.open)
+            if warms:
+                self.open["stamp"].zero_()
+            return
+        self.open = next(one for one in self.spare if (one["kind"], one["mode"]) == (kind, mode) and like(one, found))
+        self.spare = [one for one in self.spare if one is not self.open]
+        self.captured.append(self.open)
+        self.count.add_(1)
+        for name, value in found.items():
+            self.open[name].copy_(value)
 
     @inference
     def note(self, y):
         if self.open is not None:
-            self.open["y"].append(y.clone())
+            self.keep(self.open["y"], self.at, y)
+            self.at += 1
 
     @inference
     def end(self, result):
         while isinstance(result, (tuple, list)):
             result = result[0]
         if self.open is not None:
-            self.open["out"], self.open = result.clone(), None
+            self.keep(self.open, "out", result)
+            self.open = None
+
+    @staticmethod
+    def keep(where, name, value):
+        """In what is there already, of a captured pass, or in a tensor of its own."""
+        if isinstance(where, list) and name == len(where):
+            where.append(value.clone())
+        elif isinstance(where, dict) and name not in where:
+            where[name] = value.clone()
+        else:
+            where[name].copy_(value)
 
     @inference
     def write(self):
@@ -90,9 +121,6 @@ class Tap:
         if self.count is None or is_capture_mode() or not (self.eager or self.captured):
             return
         torch.cuda.synchronize()
-        for one in self.captured[self.cleared :]:  # a capture runs nothing: what stands there is anybody's
-            one["stamp"].zero_()
-        self.cleared = len(self.captured)
         every = self.eager + self.captured
         stamps = torch.stack([one["stamp"] for one in every]).tolist()
         ran = sorted((stamp, i) for i, stamp in enumerate(stamps) if stamp > self.seen and "out" in every[i])
