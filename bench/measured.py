@@ -115,10 +115,11 @@ SECTIONS = {
         "the first time of a shape (tests/e2e/start_stage.py).",
         {},
     ),
+    "e2e_layers_sglang": Section(
+        "Every sublayer beside float64", "Six layers, their inputs. A fault's share is 1 where an engine has it.", {}
+    ),
     "e2e_shortage_sglang": Section(
-        "Where a disk or the card's memory runs out",
-        "Servers of six layers, one card each (tests/e2e/shortage_stage.py).",
-        {},
+        "Where a disk or the card's memory runs out", "Servers of six layers, one card each.", {}
     ),
     "e2e_soak_sglang": Section(
         "Soak",

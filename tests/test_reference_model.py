@@ -1,5 +1,5 @@
 """reference/model.py against another's reading of the model (Hugging Face's transformers, model_by_transformers.py):
-every sublayer's input and output, and the end. There nothing is rounded, so here neither."""
+every sublayer's input and output, and the end. There no cache rounds, so here neither."""
 
 import dataclasses
 import json

@@ -13,9 +13,9 @@ token's number and its hidden state, composed of the operators' references and o
     experts          6 of them by sqrt(softplus(router y)) + bias, or by the token's number in the first layers, weights
                      normalised times 1.5; and one that all share
 
-Nothing is rounded but what the engine stores: y and the streams are bf16 values, keys and index keys E4M3 with their
-scales. `Rules` holds what an engine gets wrong easily; the defaults are the model, any other value is a known fault, by
-which a check shows that it would see one.
+Nothing is rounded but what a cache stores: keys and index keys are E4M3 with their scales. `Rules` holds what an engine
+gets wrong easily; the defaults are the model, any other value is a known fault, by which a check shows that it would
+see one.
 
 Source: DeepSeek's inference/model.py and config.json.
 """
@@ -300,25 +300,29 @@ def mlp(weights: Weights, x: torch.Tensor, limit: float | None) -> torch.Tensor:
 
 def mixing(config: Config, weights: Weights, kind: str, norm: str, streams: torch.Tensor):
     """(y, post, comb) of the streams in front of the sublayer `kind`, attn or ffn."""
-    fn, scale, base = (weights.raw(f"hc_{kind}_{part}") for part in ("fn", "scale", "base"))
-    options = {"norm_eps": config.eps, "rms_eps": config.eps, "iters": config.sinkhorn_iters}
-    return mhc.mhc_pre(streams, fn, scale, base, norm_weight=weights(norm), **options)
+    fn, scale, base = (weights.raw(f"hc_{kind}_{part}").double() for part in ("fn", "scale", "base"))
+    mixes = mhc.mixes(streams, fn, config.eps)
+    pre = torch.sigmoid(mixes[:, :4] * scale[0] + base[:4]) + mhc.EPS
+    post = mhc.POST_SCALE * torch.sigmoid(mixes[:, 4:8] * scale[1] + base[4:8])
+    comb = mhc.sinkhorn((mixes[:, 8:] * scale[2] + base[8:]).view(-1, 4, 4), config.sinkhorn_iters)
+    return rms_norm(torch.einsum("rj,rjh->rh", pre, streams.double()), weights(norm), config.eps), post, comb
 
 
 def behind(f, streams, post, comb, rules=None) -> torch.Tensor:
     """The streams behind a sublayer whose output is f."""
     rules = rules or Rules()
-    return mhc.bf16(mhc.mhc_post(f, streams, post, comb.transpose(1, 2) if rules.mixing_turned else comb))
+    return mhc.mhc_post(f, streams, post, comb.transpose(1, 2) if rules.mixing_turned else comb)
 
 
 def head(config: Config, weights: Weights, streams: torch.Tensor, norm: str = "norm") -> torch.Tensor:
     """[rows, hidden]: what the vocabulary's weights are multiplied with."""
-    fn, scale, base = (weights.raw(f"hc_head_{part}") for part in ("fn", "scale", "base"))
-    return mhc.mhc_head(streams, fn, scale, base, norm_weight=weights(norm), norm_eps=config.eps, rms_eps=config.eps)
+    fn, scale, base = (weights.raw(f"hc_head_{part}").double() for part in ("fn", "scale", "base"))
+    pre = torch.sigmoid(mhc.mixes(streams, fn, config.eps) * scale + base) + mhc.EPS
+    return rms_norm(torch.einsum("rj,rjh->rh", pre, streams.double()), weights(norm), config.eps)
 
 
 def draft_streams(config: Config, weights: Weights, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
     """[rows, 4, hidden]: what the MTP block's layer begins with, of the tokens' embeddings and the target's streams."""
     of_token = rms_norm(embedded.double(), weights("enorm"), config.eps) @ weights("e_proj").T
     of_streams = rms_norm(streams.double(), weights("hnorm"), config.eps) @ weights("h_proj").T
-    return mhc.bf16(of_token[:, None] + of_streams)
+    return of_token[:, None] + of_streams

@@ -56,8 +56,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_faults": ("faults2",),  # of faults_stage.py
     "e2e_soak": ("soak",),  # of soak_stage.py
     "e2e_start": ("start",),  # of start_stage.py
-    "e2e_shortage": ("shortage",),  # of shortage_stage.py
-    "e2e_layers": ("layers",),  # of layers_stage.py
+    **{"e2e_shortage": ("shortage",), "e2e_layers": ("layers",)},  # of shortage_stage.py, layers_stage.py
     "e2e_accepted": ("accepted",),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2", "reproducible4"),
     "e2e_reproducible43": ("reproducible43", "reproducible43_2", "reproducible43_4", "reproducible43_cost"),

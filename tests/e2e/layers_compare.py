@@ -3,14 +3,16 @@
 
 usage: layers_compare.py MODEL RECORDS OUT.json
 
-Each sublayer is given what the engine gave it, and must make of it what the engine gave the next one; so nothing of an
-error is handed on but what the streams keep of it. Of a request's rows a layer's attention sees what was written last
-at each position, as an engine's cache does: prompts in chunks, single tokens, drafts that were refused.
+Nothing is rounded here but what caches store. Each sublayer is given what the engine gave it, and must make of it what
+the engine gave the next one; so nothing of an error is handed on but what the streams keep of it. Of a request's rows a
+layer's attention sees what was written last at each position, as an engine's cache does: prompts in chunks, single
+tokens, drafts that were refused.
 
 A sublayer's error is mostly what FP8 rounds away, per cents of its output, under which a fault of less may hide. So
 each known fault (reference/model.py, Rules) is computed, too: its share in the error is the error's projection upon
 what that fault would have made of it, 0 where the engine has it not and 1 where it has. `reach` is the share's
-deviation if the error had nothing to do with the fault: a fault of which that is not small cannot be told.
+deviation if the error had nothing to do with the fault: a fault of which that is not small cannot be told. Of the
+passes of a mode, FAULTY are given the faults: a pass costs as many computations of the model as there are.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from deepseek_v4_sm120.reference import model  # noqa: E402
 from deepseek_v4_sm120.reference.model import Rules  # noqa: E402
 
 BLOCK = 1024  # rows at a time
+FAULTY = 16
 OUTLIER = 0.5  # of a row: an expert, or an entry of the index, that was chosen otherwise by a near tie
 ATTENTION = {
     "a window of 127": Rules(window=127),
@@ -274,21 +277,25 @@ class Judge:
     def attention(self, passes, number, weights, ratio) -> dict:
         """{fault or None: the sublayer's output [rows, hidden]} of all passes."""
         found, histories, weights = defaultdict(list), {}, weights.under("attn.")
-        for one in passes:
+        faulty, every = faulty_ones(passes), ATTENTION | OF_RATIO[ratio]
+        every = every | ({BLIND: None} if self.passes["draft"] is passes else {})
+        for number_of_pass, one in enumerate(passes):
             begin, y = 0, one.y[2 * number].to(self.device)
             for request, start, rows in one.segments:
                 history = known(histories, request, start, one.mode)
                 end = begin + rows.stop - rows.start
                 history = histories[request] = torch.cat([*([] if history is None else [history]), y[begin:end]])
                 begin = end
-                faults = ATTENTION | OF_RATIO[ratio]
-                if request in one.first_drafts:
-                    faults = faults | {BLIND: Rules(sees_before=one.first_drafts[request])}
-                for name, rules in self.asked(faults).items():
-                    made = model.attention(self.config, weights, history, ratio, first=start, rules=rules)
+                faults = {**every, BLIND: Rules(sees_before=one.first_drafts.get(request, model.FAR))}
+                for name in self.asked(every):
+                    rules = faults[name] if name is not None and number_of_pass in faulty else None
+                    same = rules is None and name is not None
+                    made = (
+                        found[None][-1]
+                        if same
+                        else model.attention(self.config, weights, history, ratio, first=start, rules=rules)
+                    )
                     found[name].append(made)
-                if BLIND not in faults and self.passes["draft"] is passes:
-                    found[BLIND].append(found[None][-1])
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def experts(self, weights, seen, tokens, hashed) -> dict:
@@ -308,10 +315,23 @@ class Judge:
         return {None: Rules()} | {k: v for k, v in faults.items() if self.faults is None or k in self.faults}
 
 
+def faulty_ones(passes) -> set:
+    """The numbers of those that are given the faults: of each mode some, evenly spread, those of prompts all."""
+    found, modes = set(), defaultdict(list)
+    for number, one in enumerate(passes):
+        modes[one.mode].append(number)
+    for mode, numbers in modes.items():
+        step = 1 if mode.endswith(", extend") else -(-len(numbers) // FAULTY)
+        found.update(numbers[::step])
+    return found
+
+
 def known(histories, request, start, mode):
     """A layer's inputs of the request up to `start`: its own, or of the newest request that has as many."""
     own = histories.pop(request, None)  # the newest request stands last
     if start == 0:
+        if own is not None:
+            histories[object()] = own  # another request had its place
         return None
     if own is None or len(own) < start:
         others = [history for history in histories.values() if len(history) >= start]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 ISSUE = 23
-ERROR = 0.06  # of a sublayer's output: E4M3's activations and weights of 4 bits leave about half of it
 SHARE = 0.25  # of a known fault in an error; an engine that has it would be at 1
-CLEAR = 0.04  # a fault's share is told where chance alone would make of it less than this
+CLEAR = 0.04  # a fault's share is told where chance alone would make of it less than this,
+STRONG = 0.01  # and the fault at least so much of the output: bf16's own rounding of it is a tenth of that
+BESIDE = {"layers_ours": "layers_stock", "layers_eagle314": "layers_stock_eagle314"}  # whose error ours is measured by
 IMPLEMENTATIONS = {
     "layers_ours": "ours, every operator on",
     "layers_eagle314": "ours, every operator on, EAGLE 3/1/4",
@@ -13,16 +14,19 @@ IMPLEMENTATIONS = {
     "layers_stock": "SGLang stock (FlashMLA, Hopper)",
     "layers_stock_eagle314": "SGLang stock (FlashMLA, Hopper), EAGLE 3/1/4",
 }
+MOST_OF_STOCK = 1.0
 PLANTED = {"layers_eagle314_blind": "blind behind the first draft"}  # a fault that the case is there to show
 
 
 def rows(row, stages: list) -> list:
     """stages: `layers` of each stage file."""
-    return [one for stage in stages for name, case in stage["cases"].items() for one in case_rows(row, name, case)]
+    cases = {name: case for stage in stages for name, case in stage["cases"].items()}
+    return [one for name, case in cases.items() for one in case_rows(row, name, case, cases.get(BESIDE.get(name)))]
 
 
-def case_rows(row, name: str, case: dict) -> list:
+def case_rows(row, name: str, case: dict, stock: dict | None) -> list:
     found, judged = [], case["patched"] and name not in PLANTED
+    errors = {(g["what"], g["mode"]): g["error"] for g in (stock or {"groups": []})["groups"]}
 
     def add(what, metric, value, bar=None):
         found.append(row(f"layers, {what}", IMPLEMENTATIONS[name], metric, value, bar, ISSUE))
@@ -31,15 +35,18 @@ def case_rows(row, name: str, case: dict) -> list:
     add("all", "an engine or its comparison that broke", int(broke), 0)
     for group in case["groups"]:
         what = f"{group['what']}, {group['mode']}"
-        add(what, f"relative error beside float64, {group['rows']} rows", group["error"], ERROR if judged else None)
+        add(what, f"relative error beside float64, {group['rows']} rows", group["error"])
+        if errors.get((group["what"], group["mode"])):
+            ours = group["error"] / errors[group["what"], group["mode"]]
+            add(what, "relative error, of stock's", ours, MOST_OF_STOCK)
         add(what, "rows of another choice (experts, entries)", group["outliers"])
-        told = {fault: f["share"] for fault, f in group["faults"].items() if f["reach"] < CLEAR}
+        told = {k: f["share"] for k, f in group["faults"].items() if f["reach"] < CLEAR and f["strength"] >= STRONG}
         if not told:
             continue
         worst = max(told, key=lambda fault: abs(told[fault]))
         add(what, f"greatest share of {len(told)} known faults", abs(told[worst]), SHARE if judged else None)
-        if abs(told[worst]) > SHARE:
-            add(what, f"share of a fault: {worst}", told[worst])
+        for fault in [fault for fault in told if abs(told[fault]) > SHARE]:
+            add(what, f"share of a fault: {fault}", told[fault])
         planted = PLANTED.get(name)
         if planted in told:
             add(what, f"share of the fault that is there, {planted}, off 1", abs(told[planted] - 1), SHARE)

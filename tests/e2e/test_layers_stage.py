@@ -105,6 +105,7 @@ def judged(checkpoint, rules=None, faults=None):
     judge.take(filled(engine.one("target", 1, tokens(1, 1), PROMPT, "DECODE")))
     for (kind, _, number), history in list(engine.inputs.items()):
         engine.inputs[kind, 2, number] = history
+    judge.take(engine.one("target", 1, tokens(7, 9), 0, "EXTEND"))  # another request in the first one's place
     judge.take(engine.one("target", 2, tokens(9, 2), 128, "EXTEND"))
     return {(g["what"], g["mode"]): g for g in judge.finish()}
 
@@ -153,7 +154,8 @@ def test_a_fault_has_its_whole_share(checkpoint, right, fault, rules):
 
 
 @pytest.mark.parametrize("blind", [False, True])
-def test_a_draft_behind_a_draft_is_blind_or_is_not(checkpoint, blind):
+def test_a_draft_behind_a_draft_is_blind_or_is_not(checkpoint, blind, monkeypatch):
+    monkeypatch.setattr(layers_compare, "FAULTY", 3)
     engine, judge = Engine(checkpoint), layers_compare.Judge(CONFIG, checkpoint, faults={layers_compare.BLIND})
     prompt = tokens(PROMPT)
 
@@ -257,13 +259,13 @@ def test_the_plugin_writes_what_ran_in_its_order(monkeypatch, tmp_path):
     assert [float(y[0, 0]) for y in extend["y"]] == [30, 30.5] and float(extend["out"][0, 0]) == 30.75
 
 
-def rows_of(case, name="layers_ours"):
+def rows_of(case, name="layers_ours", **others):
     def row(case, impl, metric, value, bar, issue):
         met = None if bar is None else value is not None and value <= bar
         return {"case": case, "impl": impl, "metric": metric, "value": value, "bar": bar, "met": met, "issue": issue}
 
     base = {"exit": 0, "compared": 0, "patched": True, "groups": []}
-    return layers_rows.rows(row, [{"cases": {name: base | case}}])
+    return layers_rows.rows(row, [{"cases": {name: base | case}}, {"cases": {k: base | v for k, v in others.items()}}])
 
 
 def group(**faults):
@@ -284,10 +286,18 @@ def test_the_rows_tell_a_fault_and_a_case_that_broke():
     missed = [row["metric"] for row in rows_of({"groups": [group(a=0.1, b=0.9)]}) if row["met"] is False]
     assert missed == ["greatest share of 2 known faults"]
     assert [row["met"] for row in rows_of({"compared": None})] == [False]
+    weak = group(a=0.9)
+    weak["faults"]["a"]["strength"] = layers_rows.STRONG / 2
+    assert all(row["met"] is not False for row in rows_of({"groups": [weak]}))
     planted = layers_rows.PLANTED["layers_eagle314_blind"]
     seen = rows_of({"groups": [group(**{planted: 0.4})]}, "layers_eagle314_blind")
     assert [row["metric"] for row in seen if row["met"] is False] == [
         f"share of the fault that is there, {planted}, off 1"
+    ]
+    stock = {"patched": False, "groups": [group(a=0.9) | {"error": 0.01}]}
+    found = rows_of({"groups": [group(a=0.1)]}, layers_stock=stock)
+    assert [(row["metric"], row["value"]) for row in found if row["met"] is False] == [
+        ("relative error, of stock's", 2)
     ]
     unseen = rows_of({"groups": [group(a=0.1)]}, "layers_eagle314_blind")
     assert [row["metric"] for row in unseen if row["met"] is False] == ["a planted fault that was not looked for"]

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.e2e import fault_rows, faults_stage, features_asked, shortage_stage, soak_stage, start_stage
+from tests.e2e import fault_rows, faults_stage, features_asked, layers_stage, shortage_stage, soak_stage, start_stage
 from tests.e2e.made_sglang import HARNESS, SGLANG
 from tests.patching import wheels
 
@@ -281,7 +281,7 @@ def test_results_go_under_their_release_and_name(machine, tmp_path):
     stages = script("run_stage").STAGES
     grouped = [s for group in script("collect").RESULTS.values() for s in group]
     assert sorted(grouped) == sorted(
-        [*stages, *(one.STAGE for one in (faults_stage, shortage_stage, soak_stage, start_stage))]
+        [*stages, *(one.STAGE for one in (faults_stage, layers_stage, shortage_stage, soak_stage, start_stage))]
     )
     known = script("collect").IMPLEMENTATIONS
     assert {case.name for cases in stages.values() for case in cases} <= known.keys()
