@@ -137,12 +137,9 @@ def test_an_engine_that_computes_the_model_has_no_share_of_a_fault(right):
 @pytest.mark.parametrize(
     "fault, rules",
     [
-        ("a window of 127", Rules(window=127)),
         ("not itself", Rules(sees_itself=False)),
         ("YaRN in layers without entries", Rules(yarn_without_entries=True)),
         ("an entry too late", Rules(entries_early=-1)),
-        ("groups do not overlap", Rules(overlap=False)),
-        ("bias in the weights", Rules(bias_in_weights=True)),
         ("not by the token's number", Rules(hashed=False)),
         ("streams mixed the other way", Rules(mixing_turned=True)),
     ],
