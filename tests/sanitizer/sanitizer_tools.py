@@ -24,7 +24,8 @@ synccheck  wrong of sparse_decode_kernel and sparse_decode_pairs_kernel, whose w
            places of the code: PTX asks for one place of a warp's threads alone. All of the latter's reports were of the
            warp of its group that has the rotary dimensions, at that warp's place. It ends the process at the first such
            report, so it had not come to sparse_decode_wide_kernel and both prefill kernels, which do the same; an
-           H200's did on 2026-11-29, and reported all five: it checks nothing of this operator (MISREAD). And it counts too few mbarriers in dynamic shared memory, warns, and ends the process: --num-cuda-barriers tells it
+           H200's did on 2026-11-29, and reported all five: it checks nothing of this operator (MISREAD). And it
+           counts too few mbarriers in dynamic shared memory, warns, and ends the process: --num-cuda-barriers tells it
 racecheck  wrong of the eight kernels that hand stages over by mbarriers where a leader, or copies, arrive. Of the last
            that it came to, scaled_kernel, each report is of cp.async into a stage and ldmatrix from one; as this card
            has it, without block-scaled products, its PTX was on the emulator once, by hand. Before 2025.4 the tool
