@@ -357,7 +357,8 @@ def test_a_private_venv_is_found_where_it_is(tmp_path, python):
 
 
 def test_a_wheel_whose_bytes_are_others_is_not_installed(tmp_path, monkeypatch):
-    """An index, a mirror or a proxy that hands out another file of that name and version."""
+    """An index, a mirror or a proxy that hands out another file of that name and version; nor is one used that was
+    installed by another digest."""
     wheel = tmp_path / "one-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as made:
         made.writestr("one.py", "")
@@ -367,12 +368,14 @@ def test_a_wheel_whose_bytes_are_others_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    found = build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{digest}",))
+    assert (found / "one.py").is_file()
     with pytest.raises(BuildError, match="DO NOT MATCH THE HASHES"):
         build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{'0' * 64}",))
     with pytest.raises(BuildError, match="Hashes are required"):
         build_wheels.private_venv(tmp_path / "cache", ("one==1",))
-    found = build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{digest}",))
-    assert (found / "one.py").is_file()
+    monkeypatch.setattr(build_wheels, "run", lambda command: pytest.fail(f"{command}, though it is there"))
+    assert build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{digest}",)) == found
 
 
 def test_unusable_requests_say_what_was_found(tmp_path):
