@@ -229,6 +229,25 @@ for last; do case $last in *dest=*) touch "${last##*dest=}/made";; --help) echo 
 """
 
 
+@pytest.mark.parametrize("base", ["", "mirror.example/python@sha256:0a b"])
+def test_the_image_that_builds_is_the_one_that_is_named(tmp_path, base):
+    """By BUILD_BASE; without it the Dockerfile's own, which an empty argument would take away."""
+    engine, told = tmp_path / "bin/docker", tmp_path / "told"
+    engine.parent.mkdir()
+    engine.write_text(ENGINE + f'case $* in *--help) ;; build*) printf "%s\\n" "$@" > "{told}";; esac\n')
+    engine.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{engine.parent}:{os.environ['PATH']}", "BUILD_BASE": base}
+    command = [build_artifact.REPO / "build_docker.sh", "--out", tmp_path / "out"]
+    subprocess.run(command, env=environ, check=True, capture_output=True)
+    words = told.read_text().splitlines()
+    given = {words[n + 1].partition("=")[0]: words[n + 1] for n, word in enumerate(words) if word == "--build-arg"}
+    assert set(given) == {"GIT_COMMIT"} | ({"BUILD_BASE"} if base else set())
+    assert given.get("BUILD_BASE", "") == (f"BUILD_BASE={base}" if base else "")
+    dockerfile = (build_artifact.REPO / "Dockerfile").read_text()
+    assert "\nARG BUILD_BASE=python:3.12-slim-bookworm\n" in dockerfile.partition("\nFROM ")[0]
+    assert "\nFROM ${BUILD_BASE} AS build\n" in dockerfile
+
+
 def test_a_docker_build_that_fails_says_what_needs_no_docker(tmp_path):
     """Docker Hub may be out of reach, or over its limit; what was there stays."""
     engine, out = tmp_path / "bin/docker", tmp_path / "out"
