@@ -450,7 +450,8 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/grammar/bitmask_ops.py": BITMASK,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
-    "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def render_tools(tools):\n    return tools\n",
+    "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def render_tools(tools):\n    return tools\n"
+    "def render_message(index, messages, thinking_mode, drop_thinking=True):\n    return ''\n",
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
