@@ -103,6 +103,7 @@ ANTHROPIC = f"{MESSAGES.partition('.serving')[0]}.protocol"
 OF_ANTHROPIC, OF_TURN = (((f"{ANTHROPIC}:Anthropic{name}",),) for name in ("MessagesRequest", "Message"))
 OF_TEXT = (("<0.5.14", f"{ANTHROPIC}:AnthropicContentBlock"), (">=0.5.14", f"{ANTHROPIC}:TextBlock"))
 OBJECTS = {
+    "plain_angles": {"config": ((f"{SRT}.configs.deepseek_v4:DeepSeekV4Config",),)},
     "draft_chain": {"raw_metadata": ((f"{BACKEND}:DSV4RawDecodeMetadata",),)},
     "all_reduce": {
         "coordinator": ((GROUP,),),
