@@ -2,17 +2,20 @@
 specification: theta 10,000 alone in layers without compression, 160,000 with YaRN in those that have it."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from deepseek_v4_sm120.commands.plan import memory, models
 from deepseek_v4_sm120.sglang_patches.fixes import plain_angles
 from deepseek_v4_sm120.sglang_patches.names import MODEL
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import RELEASES, WheelSources, fetch, since
 
 PLACES = ("sglang.srt.layers.deepseek_v4_rope", "sglang.kernels.ops.attention.deepseek_v4_rope")
+SINCE_0_5_23 = "sglang.kernels.ops.attention.dsv4.rope"
 PLAIN, COMPRESSED, PAIRS, TOKENS = 10_000, 160_000, 32, 300
 YARN = {"factor": 16, "original_max_position_embeddings": 65_536, "beta_fast": 32, "beta_slow": 1}
 RATIOS = (0, 4, 128)
@@ -95,3 +98,28 @@ def test_how_far_off_they_are_within_a_window(version, built):
     found = built(version, False, 0)
     assert (found[127] / wanted(0)[127]).angle().abs().max() == pytest.approx(0.037, abs=0.0005)
     assert torch.equal(built(version, True, 0, serves=False), found)
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.13", "0.5.17", "0.5.18", "0.5.23"])
+def test_a_plan_reckons_with_the_tables_of_both_kinds(version):
+    """In front of the pools: complex angles of all positions of the config, and the cosines and sines of SGLang's own
+    rotation beside them, from 0.5.13 on."""
+    wheel, module = fetch(version), "sglang.srt.layers.rotary_embedding"
+    place = next(name for name in (*PLACES, SINCE_0_5_23) if WheelSources(wheel).path(name) is not None)
+    given = {"torch": torch, "math": math, "lru_cache": lambda size: lambda function: function}
+    of_all = dict(dim=2 * PAIRS, seqlen=TOKENS, original_seq_len=0, base=PLAIN, factor=16, beta_fast=32, beta_slow=1)
+    held = take(wheel, given, "precompute_freqs_cis", place)(**of_all).nbytes
+    has_rotation = "get_rope_wrapper(" in WheelSources(wheel).read(MODEL)
+    assert has_rotation is since(version, "0.5.13")
+    if has_rotation:
+        made = take(wheel, {"torch": torch}, "RotaryEmbedding._compute_cos_sin_cache", f"{module}.base")
+        speed = torch.ones(PAIRS)
+        of_plain = {"base": PLAIN, "_compute_inv_freq": lambda base: speed, "position_start": 0}
+        own = SimpleNamespace(max_position_embeddings=TOKENS, **of_plain)
+        held += made(own).nbytes
+    parts = tuple(int(part) for part in version.split("."))
+    model = replace(models.FLASH, max_context=TOKENS)
+    assert memory.angle_tables_bytes(model, parts, drafts=False) == 2 * held
+    assert memory.angle_tables_bytes(models.FLASH, (0, 5, 23), drafts=True) == 1 << 30
+    pro = [memory.angle_tables_bytes(models.PRO, (0, 5, 23), drafts=drafts) for drafts in (False, True)]
+    assert pro == [1 << 29, 1 << 30], "which has no layer without compression but the drafter's"
