@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the folder to mount: ./build_docker.sh [--out DIR]   (default: build/)
 # With a Docker engine inside the Dockerfile's build stage, else with this machine's toolchain; csrc/build_artifact.py does it in both.
+# BUILD_BASE=IMAGE[@sha256:...] in the environment is the image of that stage (default: the Dockerfile's).
 set -euo pipefail
 
 checkout=$(cd "$(dirname "$0")" && pwd)
@@ -66,7 +67,8 @@ beside=$(dirname "$out")/.$(basename "$out")
 fresh=$(mktemp -d "$beside.new-XXXXXX")
 old=$beside.old-$$
 trap 'rm -rf "$fresh"; [[ -e $out || ! -e $old ]] || mv "$old" "$out"' EXIT
-docker build --progress plain --target artifact --build-arg "GIT_COMMIT=$commit" --output "type=local,dest=$fresh" . || {
+arguments=(--build-arg "GIT_COMMIT=$commit" ${BUILD_BASE:+--build-arg "BUILD_BASE=$BUILD_BASE"})
+docker build --progress plain --target artifact "${arguments[@]}" --output "type=local,dest=$fresh" . || {
   echo "build_docker.sh: docker build failed, see above; without Docker: python3 csrc/build_artifact.py --out \"$out\"" >&2
   exit 1
 }

@@ -29,9 +29,10 @@ CUDA_WHEELS = (
 
 
 def private_venv(cache: Path, wheels: tuple[str, ...]) -> Path:
-    """site-packages of a venv under the cache with exactly these wheels; a finished one is used again."""
+    """site-packages of a venv under the cache with exactly these wheels; a finished one is used again, by the digests
+    too: one that was installed when others, or none, were asked for is another."""
     names = [wheel.partition(" ")[0] for wheel in wheels]
-    digest = hashlib.sha256(" ".join((sys.version, *names)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(" ".join((sys.version, *wheels)).encode()).hexdigest()[:12]
     venv = cache / f"venv-{digest}"
     with locked(venv.with_suffix(".lock")):
         if not (venv / "complete").exists():

@@ -229,6 +229,25 @@ for last; do case $last in *dest=*) touch "${last##*dest=}/made";; --help) echo 
 """
 
 
+@pytest.mark.parametrize("base", ["", "mirror.example/python@sha256:0a b"])
+def test_the_image_that_builds_is_the_one_that_is_named(tmp_path, base):
+    """By BUILD_BASE; without it the Dockerfile's own, which an empty argument would take away."""
+    engine, told = tmp_path / "bin/docker", tmp_path / "told"
+    engine.parent.mkdir()
+    engine.write_text(ENGINE + f'case $* in *--help) ;; build*) printf "%s\\n" "$@" > "{told}";; esac\n')
+    engine.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{engine.parent}:{os.environ['PATH']}", "BUILD_BASE": base}
+    command = [build_artifact.REPO / "build_docker.sh", "--out", tmp_path / "out"]
+    subprocess.run(command, env=environ, check=True, capture_output=True)
+    words = told.read_text().splitlines()
+    given = {words[n + 1].partition("=")[0]: words[n + 1] for n, word in enumerate(words) if word == "--build-arg"}
+    assert set(given) == {"GIT_COMMIT"} | ({"BUILD_BASE"} if base else set())
+    assert given.get("BUILD_BASE", "") == (f"BUILD_BASE={base}" if base else "")
+    dockerfile = (build_artifact.REPO / "Dockerfile").read_text()
+    assert "\nARG BUILD_BASE=python:3.12-slim-bookworm\n" in dockerfile.partition("\nFROM ")[0]
+    assert "\nFROM ${BUILD_BASE} AS build\n" in dockerfile
+
+
 def test_a_docker_build_that_fails_says_what_needs_no_docker(tmp_path):
     """Docker Hub may be out of reach, or over its limit; what was there stays."""
     engine, out = tmp_path / "bin/docker", tmp_path / "out"
@@ -357,7 +376,8 @@ def test_a_private_venv_is_found_where_it_is(tmp_path, python):
 
 
 def test_a_wheel_whose_bytes_are_others_is_not_installed(tmp_path, monkeypatch):
-    """An index, a mirror or a proxy that hands out another file of that name and version."""
+    """An index, a mirror or a proxy that hands out another file of that name and version; nor is one used that was
+    installed by another digest."""
     wheel = tmp_path / "one-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as made:
         made.writestr("one.py", "")
@@ -367,12 +387,14 @@ def test_a_wheel_whose_bytes_are_others_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    found = build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{digest}",))
+    assert (found / "one.py").is_file()
     with pytest.raises(BuildError, match="DO NOT MATCH THE HASHES"):
         build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{'0' * 64}",))
     with pytest.raises(BuildError, match="Hashes are required"):
         build_wheels.private_venv(tmp_path / "cache", ("one==1",))
-    found = build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{digest}",))
-    assert (found / "one.py").is_file()
+    monkeypatch.setattr(build_wheels, "run", lambda command: pytest.fail(f"{command}, though it is there"))
+    assert build_wheels.private_venv(tmp_path / "cache", (f"one==1 --hash=sha256:{digest}",)) == found
 
 
 def test_unusable_requests_say_what_was_found(tmp_path):

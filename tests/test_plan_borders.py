@@ -351,10 +351,10 @@ FP8 = models.find("flash", "fp8")
         (
             96,
             {"gpus": 1, "concurrency": 512, "speculation": MTP, "context": 1 << 20},
-            ["2 cards with --concurrency 64"],
+            ["8 cards"],
         ),
-        (25, {"gpus": 4, "concurrency": 1, "context": 393_216}, ["8 cards with --context 196608"]),
-        (26, {"gpus": 8, "concurrency": 32, "context": 1 << 20}, ["--context 262144 with --concurrency 4"]),
+        (26, {"gpus": 4, "concurrency": 1, "context": 393_216}, ["8 cards with --context 196608"]),
+        (27, {"gpus": 8, "concurrency": 32, "context": 1 << 20}, ["--context 262144 with --concurrency 4"]),
         (32, {"gpus": 4, "concurrency": 8, "context": 8192, "model": FP8}, [f"{FP4_CHECKPOINT} on 8 cards"]),
         (96, {"gpus": 2, "context": 8192, "model": FP8}, ["4 cards", FP4_CHECKPOINT]),
         (8, {"gpus": 8}, []),

@@ -258,7 +258,11 @@ class Advice:
 
 ADVICE = {
     # (algorithm, load): of one stream
-    (EAGLE, TEXT): Advice(1, "1 draft beat 2 and 3 on two cards (sglang #25696)"),
+    (EAGLE, TEXT): Advice(
+        1,
+        "1 draft beat 2 and 3 on two cards (sglang #25696), whose later drafts had the fault that draft_chain mends; "
+        "nobody compared with it: see what one more pays from, and docs/gates.md",
+    ),
     (EAGLE, STRUCTURE): Advice(2, "by bytes 12% ahead of 1 draft at 90% acceptance; a third is seldom accepted"),
     (DSPARK, TEXT): Advice(3, "each row reads 1.6 GB more a card on two cards; 5 is in doubt on SM120 (sglang #33800)"),
     (DSPARK, STRUCTURE): Advice(6, "what one user's tool calls run with on eight cards (sglang #40877)"),

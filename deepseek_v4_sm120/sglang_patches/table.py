@@ -25,12 +25,13 @@ from deepseek_v4_sm120.sglang_patches.names import (
     targets_of,
 )
 from deepseek_v4_sm120.sglang_patches.rows.all_reduce import ALL_REDUCE, NCCL_START
-from deepseek_v4_sm120.sglang_patches.rows.attention import DRAFT_CHAIN, LOADED_PREFIXES, UPDATED_SINKS
+from deepseek_v4_sm120.sglang_patches.rows.attention import DRAFT_CHAIN, LOADED_PREFIXES, PLAIN_ANGLES, UPDATED_SINKS
 from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     ARGUMENT_NAMES,
+    ASSISTANT_MARKS,
     BILLING_LINES,
     BLANKS_BEFORE_CALLS,
     CALL_ORDER,
@@ -561,10 +562,10 @@ TABLE = Table(
         *(WHOLE_CHARACTERS, THOUGHT_COUNTS, UNKNOWN_TOKENS, MAX_OUTPUT_TOKENS, PROMPT_LOGPROBS, SEEDED_DRAWS),
         *(PROMPTS_ASIDE, FATAL_REQUESTS, EMPTY_STOPS, ECHOED_ITEMS, RESPONSE_ERRORS, TOKEN_LOGPROBS, TOOL_NAMESPACES),
         *(SAMPLED_STATES, STRICT_SCHEMAS, SAMPLE_SEEDS, TOOL_FIELDS, TEXT_PARTS, CUT_ARGUMENTS, ARGUMENT_NAMES),
-        *(SYSTEM_REMINDERS, DEVELOPER_ITEMS, SHARED_BEGINNINGS, STRIPPED_THOUGHTS),
+        *(SYSTEM_REMINDERS, DEVELOPER_ITEMS, ASSISTANT_MARKS, SHARED_BEGINNINGS, STRIPPED_THOUGHTS),
         *(WAITING_CHUNKS, MIXED_CHUNKS),  # the first below PREEMPTED_REQUESTS, which is told what was let in at last
         *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES, FENCED_COPIES, FREED_WINDOWS),
-        DRAFT_CHAIN,
+        *(DRAFT_CHAIN, PLAIN_ANGLES),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -24,6 +24,8 @@ FILES = {  # a module's name -> (its package, its file)
     for package, pattern in PLACES
     for path in Path(package.__file__).parent.glob(pattern)
 }
+# what several of FILES share: read for each of them that imports it, as if it stood there
+SHARED = {"prompt_messages": Path(sglang_patches.__file__).with_name("prompt_messages.py")}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 # what a class has of a base that is not SGLang's
 OF_BASES = {"Module": frozenset(dir(torch.nn.Module())), "NamedTuple": frozenset(dir(tuple)) | {"_replace"}}
@@ -38,30 +40,40 @@ class Read:
     required: bool
     function: str
     line: int
+    module: str
 
 
 @functools.cache
-def tree_of(adapter: str) -> ast.Module:
-    return ast.parse(FILES[adapter][1].read_text())
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((SHARED.get(module) or FILES[module][1]).read_text())
+
+
+@functools.cache
+def modules_of(adapter: str) -> tuple[str, ...]:
+    """An adapter, and what is SHARED that it imports."""
+    froms = [node for node in ast.walk(tree_of(adapter)) if isinstance(node, ast.ImportFrom)]
+    names = {node.module.rpartition(".")[2] for node in froms} | {alias.name for node in froms for alias in node.names}
+    return adapter, *(module for module in SHARED if module in names)
 
 
 @functools.cache
 def reads(adapter: str) -> frozenset[Read]:
-    return reads_of(tree_of(adapter))
+    return frozenset().union(*(reads_of(tree_of(module), module) for module in modules_of(adapter)))
 
 
-def reads_of(tree: ast.Module) -> frozenset[Read]:
-    return frozenset(_reads(tree, "", False))
+def reads_of(tree: ast.Module, module: str) -> frozenset[Read]:
+    return frozenset(_reads(tree, module, "", False))
 
 
 @functools.cache
 def imported(adapter: str) -> frozenset[str]:
     """Names that an adapter imports."""
-    imports = (node for node in ast.walk(tree_of(adapter)) if isinstance(node, ast.Import | ast.ImportFrom))
+    nodes = (node for module in modules_of(adapter) for node in ast.walk(tree_of(module)))
+    imports = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
     return frozenset((alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names)
 
 
-def _reads(node: ast.AST, inside: str, is_own: bool) -> Iterator[Read]:
+def _reads(node: ast.AST, module: str, inside: str, is_own: bool) -> Iterator[Read]:
     """inside: the outermost function; is_own: in a method of a class of the adapter's, where self is ours."""
     for child in ast.iter_child_nodes(node):
         found = None
@@ -74,20 +86,21 @@ def _reads(node: ast.AST, inside: str, is_own: bool) -> Iterator[Read]:
         if found is not None:
             of = ast.unparse(found[0])
             if not (is_own and of.partition(".")[0] == "self"):
-                yield Read(of, *found[1:], inside, child.lineno)
+                yield Read(of, *found[1:], inside, child.lineno, module)
         name = child.name if isinstance(child, FUNCTION) and not inside else inside
-        yield from _reads(child, name, is_own or isinstance(child, ast.ClassDef))
+        yield from _reads(child, module, name, is_own or isinstance(child, ast.ClassDef))
 
 
 @functools.cache
 def classes_of_self(adapter: str, function: str) -> list[tuple[str, str]]:
     """(releases, "module:Class") of the methods that `replace_*` functions of this adapter stand for, which are
-    `function` or call it."""
+    `function`, or call it or are made by it."""
     callers = {
-        node.name
+        name
         for node in tree_of(adapter).body
-        if isinstance(node, ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef | ast.Assign)
         and any(isinstance(inner, ast.Name) and inner.id == function for inner in ast.walk(node))
+        for name in ([node.name] if isinstance(node, ast.FunctionDef) else map(ast.unparse, node.targets))
     }
     names = {f"{FILES[adapter][0]}.{adapter}:{name}" for name in {*callers, function}}
     targets = [target for patch in TABLE.patches for target in patch.targets if target.replacement in names]

@@ -402,7 +402,6 @@ DIRECT += "def dynamic_import(func_path):\n    return lambda model, named_tensor
 
 SERVER_ARGS = """
 from sglang.srt.utils.common import is_sm120_supported
-
 class ServerArgs:
     def _handle_model_specific_adjustments(self):
         pass
@@ -450,7 +449,8 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/grammar/bitmask_ops.py": BITMASK,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
-    "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def render_tools(tools):\n    return tools\n",
+    "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def render_tools(tools):\n    return tools\n"
+    "def render_message(index, messages, thinking_mode, drop_thinking=True):\n    return ''\n",
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
@@ -461,6 +461,7 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
     "sglang/kernels/ops/layernorm/mhc_head.py": MHC_HEAD,
     "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,
+    "sglang/kernels/ops/attention/deepseek_v4_rope.py": "def precompute_freqs_cis(**given):\n    return given\n",
     "sglang/srt/layers/quantization/fp8.py": FP8,
     "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": EXPERTS.format(name="Mxfp4MarlinMoEMethod"),
     "sglang/srt/layers/quantization/mxfp4_flashinfer_cutlass_moe.py": EXPERTS.format(

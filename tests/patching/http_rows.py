@@ -18,7 +18,7 @@ BETWEEN = {  # where, from a release on, before another
     "developer_messages": (http.CHAT, "0.5.12", "0.5.23"),
     "unchosen_tools": (http.CHAT, "0.5.12", "0.5.22"),
     "blanks_before_calls": (http.CHAT, "0.5.12", "0.5.21"),
-    "tool_fields": (f"{http.OPENAI}.encoding_dsv4", "0.5.12", "0.5.23"),
+    **dict.fromkeys(("tool_fields", "assistant_marks"), (f"{http.OPENAI}.encoding_dsv4", "0.5.12", "0.5.23")),
     "text_parts": (http.CHAT, "0.5.12", "0.5.23"),
     "cut_arguments": (http.CHAT, "0.5.14", "0.5.23"),
     "echoed_items": (http.RESPONSES, "0.5.14", "0.5.18"),

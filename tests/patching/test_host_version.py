@@ -18,7 +18,7 @@ from tests.patching.wheels import RELEASES, WheelSources, check_once, fetch
 UNTOLD = ("0.0.0.dev0", "0.0.0.dev1+gabc1234", "main-abc", "unknown", None)
 # In a build of between two releases: what is of one of them alone, and of which nobody knows whether it is mended yet
 RETIRED = {"0.5.20": {"disconnects"}, "0.5.23": {"developer_messages", "fenced_copies", "think_marks", "tool_strings"}}
-RETIRED["0.5.23"] |= {"tool_fields", "text_parts", "cut_arguments"}
+RETIRED["0.5.23"] |= {"tool_fields", "text_parts", "cut_arguments", "assistant_marks"}
 
 
 @pytest.fixture

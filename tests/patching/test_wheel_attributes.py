@@ -103,6 +103,7 @@ ANTHROPIC = f"{MESSAGES.partition('.serving')[0]}.protocol"
 OF_ANTHROPIC, OF_TURN = (((f"{ANTHROPIC}:Anthropic{name}",),) for name in ("MessagesRequest", "Message"))
 OF_TEXT = (("<0.5.14", f"{ANTHROPIC}:AnthropicContentBlock"), (">=0.5.14", f"{ANTHROPIC}:TextBlock"))
 OBJECTS = {
+    "plain_angles": {"config": ((f"{SRT}.configs.deepseek_v4:DeepSeekV4Config",),)},
     "draft_chain": {"raw_metadata": ((f"{BACKEND}:DSV4RawDecodeMetadata",),)},
     "all_reduce": {
         "coordinator": ((GROUP,),),
@@ -507,7 +508,9 @@ def kinds_of(adapter: str, read: Read) -> tuple[tuple[str, tuple[str, ...]], ...
     is_imported = is_dotted and read.of.partition(".")[0] in attributes.imported(adapter)
     if found is None and (is_imported or read.of in ours or read.name in OF_TENSORS_AND_OTHERS):
         return ()
-    assert found is not None, f"{adapter}.py:{read.line}: what is {read.of}, of which .{read.name} is read?"
+    assert found is not None, (
+        f"{adapter}, {read.module}.py:{read.line}: what is {read.of}, of which .{read.name} is read?"
+    )
     return tuple((kind[0], kind[1:]) if kind[0][0] in "<>=" else (EVERY, kind) for kind in found)
 
 
@@ -534,7 +537,8 @@ def missing(adapter: str, version: str, found: Iterable[Read]) -> list[str]:
         for places in kinds_in(version, adapter, read):
             asked = guard is None or any(defined(version, place, guard) for place in places)
             if asked and not any(defined(version, place, read.name) for place in places):
-                texts.append(f"{adapter}.py:{read.line}: {read.of}.{read.name} is not in {' or '.join(places)}")
+                where = f"{adapter}, {read.module}.py:{read.line}"
+                texts.append(f"{where}: {read.of}.{read.name} is not in {' or '.join(places)}")
     return texts
 
 
@@ -556,7 +560,8 @@ def test_what_is_asked_for_with_a_default_is_in_some_release(adapter):
             for places in ([(wrapper,)] if wrapper else kinds_in(version, adapter, read))
             if any(defined(version, place, read.name) for place in places)
         ]
-        assert found or not kinds_of(adapter, read), f"{adapter}.py:{read.line}: no release has {read.of}.{read.name}"
+        where = f"{adapter}, {read.module}.py:{read.line}"
+        assert found or not kinds_of(adapter, read), f"{where}: no release has {read.of}.{read.name}"
 
 
 MADE_UP = """
@@ -570,7 +575,7 @@ def replace_forward(original):
 
 
 def test_a_made_up_name_is_found():
-    found = attributes.reads_of(ast.parse(MADE_UP))
+    found = attributes.reads_of(ast.parse(MADE_UP), "index_select")
     texts = missing("index_select", RELEASES[-1], found)
     assert [text.partition(" is not in ")[0].partition(": ")[2] for text in texts] == [
         *("forward_batch.made_up", "forward_batch.made_up_too", "forward_batch.forward_mode.made_up"),
@@ -580,7 +585,7 @@ def test_a_made_up_name_is_found():
     assert not any(
         defined(RELEASES[-1], *places, asked.name) for places in kinds_in(RELEASES[-1], "index_select", asked)
     )
-    stranger = attributes.reads_of(ast.parse("def f(stranger):\n    return stranger.layers"))
+    stranger = attributes.reads_of(ast.parse("def f(stranger):\n    return stranger.layers"), "index_select")
     with pytest.raises(AssertionError, match="what is stranger, of which .layers is read"):
         missing("index_select", RELEASES[-1], stranger)
 

@@ -69,6 +69,9 @@ def expected(version: str) -> dict[str, str]:
         found["loaded_prefixes"] = PREFILL_RUNNER
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+    if since(version, "0.5.14") and not since(version, "0.5.18"):
+        places = "sglang.kernels.ops.attention" if since(version, "0.5.16") else "sglang.srt.layers"
+        found["plain_angles"] = f"{places}.deepseek_v4_rope"
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}

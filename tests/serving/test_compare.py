@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -463,3 +464,24 @@ def test_the_full_matrix_is_the_issues():
     assert all(measures.HEADLINES[cell.kind] for cell in cells.full())
     chosen, left_out = cells.select("full", None, 300_000)
     assert "depth 512K" not in {cell.name for cell in chosen} and "depth 512K" in left_out[0]
+
+
+def test_the_commands_of_the_docs_are_taken(tmp_path, monkeypatch):
+    """Those of docs/gates.md, with the shell's variables put in; the flags are ones that SGLang's servers tell of."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(compare.__file__).resolve().parents[2] / "docs/gates.md").read_text()
+    seen = []
+    for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL):
+        text = block.replace("\\\n", " ").replace("$PWD", str(tmp_path))
+        server = re.search(r'^server="(.*)"$', text, re.MULTILINE)
+        for line in text.replace("$server", server[1] if server else "").splitlines():
+            if line.startswith("python3 bench/serving/compare.py"):
+                options = compare.parser().parse_args(shlex.split(line)[2:])
+                compare.check(options)
+                seen.append((options.change, options.spec, options.a_cmd, options.b_cmd))
+    flags = [f"flag:speculative_num_{name}" for name in ("steps", "draft_tokens")]
+    assert [change for change, *_ in seen] == [["patch"], flags, ["patch"]]
+    (*_, one, two), (_, spec, off, on) = seen[1:]
+    rows = [re.findall(r"--speculative-num-(?:steps|draft-tokens) (\d)", command) for command in (one, two, spec)]
+    assert rows == [["1", "2"], ["2", "3"], ["3", "4"]] and "EAGLE" in one and "EAGLE" in two
+    assert off == f"DSV4_SM120_SET=draft_chain=off {on}" and "speculative" not in on

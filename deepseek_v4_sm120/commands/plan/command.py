@@ -273,7 +273,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     twice = "; what is compared twice" if r.shadow else ""
     at_start = "estimate: CUDA's context, NCCL, and what the driver keeps"
     rows = [("taken in front of the weights", plan.card_bytes - plan.free_bytes, at_start)]
-    rows.append(("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}"))
+    rows.append(("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}; RoPE's tables"))
     rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
     if pools.window_tokens is not None:
         rows.append(

@@ -149,6 +149,7 @@ def _weights(request: Request, drafts: bool) -> float:
     """Of a card, with what shadow mode holds twice; drafts: the drafter's as well."""
     m, tp = request.model, request.gpus
     weights = memory.weight_bytes(m, tp, drafts=drafts, wo_a_bf16=request.wo_a_bf16)
+    weights += memory.angle_tables_bytes(m, request.version, drafts)
     if request.shadow is not None:
         weights += memory.shadow_bytes(m, tp, drafts=drafts, replaced=request.replaced)
     return weights

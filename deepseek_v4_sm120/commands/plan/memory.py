@@ -44,6 +44,11 @@ CHUNKS = (8192, 4096, 2048, 1024)
 # Prefill graphs: what SGLang says that it captured (3.31 and 3.36 GiB on two H200, 0.5.17, five sizes up to 8,192 rows,
 # context 32,768; 2.91 on four H100, 0.5.23), over what is reckoned without it; and how much each further size took
 GRAPHS_OVER_ARITHMETIC, GRAPHS_OF_A_SIZE = 1.4, 20 << 20
+# Decode graphs: the libraries' workspaces, whatever the rows, and the most requests that SGLang captures by itself. On
+# eight H20, with steps of 320 rows, SGLang's log had 1.9 GiB; this comes to 2.1
+GRAPHS_OF_LIBRARIES, MOST_CAPTURED_REQUESTS = GIB // 2, 512
+ROTARY_DIM = 64
+ROTARY_CACHE_SINCE = (0, 5, 13)  # a layer has SGLang's own rotation beside its angles, which nothing reads on CUDA
 
 Version = tuple[int, ...]
 
@@ -109,6 +114,14 @@ def weight_bytes(m: Model, tp: int, *, drafts: bool, wo_a_bf16: bool) -> float:
     inputs = 2 if m.dspark_block is None else m.dspark_stages  # projections into the drafter, [hidden, hidden] each
     whole += inputs * square_bytes(m) * drafts + 4 * m.vocab * m.experts_per_token * m.hash_layers
     return divided / tp + head_and_embedding_bytes(m, tp) + whole
+
+
+def angle_tables_bytes(m: Model, version: Version, drafts: bool) -> int:
+    """RoPE's tables, which are made with the model, in front of the pools, for all positions of its config, whatever
+    --context-length: complex angles, and from ROTARY_CACHE_SINCE on float32 cosines and sines. Layers without
+    compression, the drafter's among them, share one kind, all others the other."""
+    kinds = bool(m.layers_plain or drafts) + bool(m.layers_c4 or m.layers_c128)
+    return kinds * m.max_context * ROTARY_DIM * 4 * (2 if version >= ROTARY_CACHE_SINCE else 1)
 
 
 def head_and_embedding_bytes(m: Model, tp: int) -> float:
@@ -377,6 +390,29 @@ def prefill_graphs_bytes(
     return GRAPHS_OVER_ARITHMETIC * arithmetic + len(sizes) * GRAPHS_OF_A_SIZE + tables
 
 
+def decode_sizes(requests: int, speculates: bool) -> list[int]:
+    """Of how many requests SGLang captures a step, the same in every release (a test asks them)."""
+    most = min(requests, MOST_CAPTURED_REQUESTS)
+    if speculates:
+        steps = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, most + 1, 16)]
+    else:
+        steps = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32)]
+    found = [size for size in steps if size <= most]
+    return found if most in found else [*found, most]
+
+
+def decode_graphs_bytes(m: Model, tp: int, rows: int, requests: int, context: int, has_experts: bool) -> float:
+    """What the graphs of decode and verify steps hold: one pool for all sizes, captured from the largest down, so as
+    large as that one needs, its logits among it; and for each size page table and C128 lists, twice the rest with
+    speculation, whose drafts have graphs of their own."""
+    speculates, captured = rows > requests, min(requests, MOST_CAPTURED_REQUESTS)
+    sizes, of_each = decode_sizes(requests, speculates), rows // requests
+    most = captured * of_each
+    arithmetic = activation_bytes(m, tp, most) + experts_bytes(m, tp, most, has_experts) + 2 * 4 * most * m.vocab
+    held = GRAPHS_OF_LIBRARIES + GRAPHS_OVER_ARITHMETIC * arithmetic
+    return held + len(sizes) * GRAPHS_OF_A_SIZE * (1 + speculates) + row_tables_bytes(of_each * sum(sizes), context)
+
+
 def reserves(
     m: Model,
     *,
@@ -401,7 +437,7 @@ def reserves(
     capacity, at most."""
     heads = m.heads // tp
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
-    graphs = (0.5 + 0.02 * rows) * GIB
+    graphs = decode_graphs_bytes(m, tp, rows, requests, context, has_experts)
     of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts, halved[1]) if captured else 0.0
     behind, selection = [], []
     if drafter_behind:
@@ -422,7 +458,7 @@ def reserves(
         Reserve("kernels and NCCL, loaded later", AFTER_START, "estimate", AFTER_START * ESTIMATE_OFF_BY),
         Reserve("tables of the request slots", slots, "[slots, context] int32, and 16 bytes a token of capacity"),
         *behind,
-        Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
+        Reserve("decode graphs", graphs, "estimate, by eight H20", graphs * ESTIMATE_OFF_BY),
         *(
             [Reserve("prefill graphs", of_prompts, "estimate, by two H200 and four H100", of_prompts * ESTIMATE_OFF_BY)]
             if captured

@@ -127,8 +127,9 @@ def _gate_up_kernel(
         b_w = tl.load(p_w + up_distance + k * (BLOCK_K // 2))
         b_s = tl.load(p_s + up_scale_distance + k * (BLOCK_K // 32))
         up = _multiply(up, b_x, b_xs, b_w, b_s, PRODUCT)
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
+    gate = _at_most(gate, limit)
+    up = _at_most(up, limit)
+    up = tl.where(up < -limit, up * 0.0 - limit, up)
     b_h = gate / (1.0 + tl.exp(-gate)) * up
     p_h = h + o_m.to(tl.int64)[:, None] * inter + o_n[None, :]
     if A8:
@@ -138,6 +139,13 @@ def _gate_up_kernel(
         tl.store(h_scale + o_m.to(tl.int64)[:, None] * (inter // 32) + o_scale[None, :], exponent, mask=m_m[:, None])
     else:
         tl.store(p_h, b_h.to(h.dtype.element_ty), mask=m_m[:, None])
+
+
+@triton.jit
+def _at_most(values, limit):
+    """Triton's minimum gives the limit for a NaN, so that a row of them, or what a scale byte of 255 leaves, would come
+    out as a plausible one. As in csrc/mxfp4_moe/swiglu.cuh: a NaN stays, and an infinity is one."""
+    return tl.where(values > limit, values * 0.0 + limit, values)
 
 
 @triton.jit

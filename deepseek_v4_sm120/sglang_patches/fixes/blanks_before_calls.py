@@ -12,26 +12,10 @@ Here a turn's words end so in the prompt. This runs in the process that answers 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
+from deepseek_v4_sm120.sglang_patches.prompt_messages import with_each_message
 
 ROLE, TEXT = "assistant", "text"
-
-
-def replace_apply_template(original: Callable) -> Callable:
-    """For OpenAIServingChat._apply_jinja_template(self, request, tools, is_multimodal), which makes the prompt of a
-    request and leaves it as it is."""
-
-    @functools.wraps(original)
-    def _apply_jinja_template(self, request, tools, is_multimodal):
-        if answers_for_ours(self):
-            request = copy.copy(request)
-            request.messages = [_without_blanks(message) for message in request.messages]
-        return original(self, request, tools, is_multimodal)
-
-    return _apply_jinja_template
 
 
 def _without_blanks(message):
@@ -51,3 +35,6 @@ def _without_blanks(message):
             break
     made.content = parts or ""
     return made
+
+
+replace_apply_template = with_each_message(_without_blanks)

@@ -9,27 +9,11 @@ that argument. This runs in the process that answers over HTTP, where no GPU is 
 from __future__ import annotations
 
 import copy
-import functools
 import json
-from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
+from deepseek_v4_sm120.sglang_patches.prompt_messages import with_each_message
 
 ROLE, ARGUMENT = "assistant", "arguments"
-
-
-def replace_apply_template(original: Callable) -> Callable:
-    """For OpenAIServingChat._apply_jinja_template(self, request, tools, is_multimodal), which makes the prompt of a
-    request and leaves it as it is."""
-
-    @functools.wraps(original)
-    def _apply_jinja_template(self, request, tools, is_multimodal):
-        if answers_for_ours(self):
-            request = copy.copy(request)
-            request.messages = [_with_objects(message) for message in request.messages]
-        return original(self, request, tools, is_multimodal)
-
-    return _apply_jinja_template
 
 
 def _with_objects(message):
@@ -63,3 +47,6 @@ def _with_one_argument(call):
     call.function = copy.copy(call.function)
     call.function.arguments = json.dumps({ARGUMENT: call.function.arguments})
     return call
+
+
+replace_apply_template = with_each_message(_with_objects)

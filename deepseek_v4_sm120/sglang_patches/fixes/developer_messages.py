@@ -10,26 +10,10 @@ answers over HTTP, where no GPU is asked.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
+from deepseek_v4_sm120.sglang_patches.prompt_messages import with_each_message
 
 ROLE = "developer"
-
-
-def replace_apply_template(original: Callable) -> Callable:
-    """For OpenAIServingChat._apply_jinja_template(self, request, tools, is_multimodal), which makes the prompt of a
-    request and leaves it as it is."""
-
-    @functools.wraps(original)
-    def _apply_jinja_template(self, request, tools, is_multimodal):
-        if answers_for_ours(self) and any(message.role == ROLE for message in request.messages):
-            request = copy.copy(request)
-            request.messages = [_of_the_system(message) for message in request.messages]
-        return original(self, request, tools, is_multimodal)
-
-    return _apply_jinja_template
 
 
 def _of_the_system(message):
@@ -38,3 +22,6 @@ def _of_the_system(message):
     made = copy.copy(message)
     made.role = "system"
     return made
+
+
+replace_apply_template = with_each_message(_of_the_system)

@@ -9,26 +9,10 @@ process that answers over HTTP, where no GPU is asked.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
+from deepseek_v4_sm120.sglang_patches.prompt_messages import with_each_message
 
 TEXT, BETWEEN = "text", "\n\n"
-
-
-def replace_apply_template(original: Callable) -> Callable:
-    """For OpenAIServingChat._apply_jinja_template(self, request, tools, is_multimodal), which makes the prompt of a
-    request and leaves it as it is."""
-
-    @functools.wraps(original)
-    def _apply_jinja_template(self, request, tools, is_multimodal):
-        if answers_for_ours(self):
-            request = copy.copy(request)
-            request.messages = [_in_one(message) for message in request.messages]
-        return original(self, request, tools, is_multimodal)
-
-    return _apply_jinja_template
 
 
 def _in_one(message):
@@ -39,3 +23,6 @@ def _in_one(message):
     made = copy.copy(message)
     made.content = BETWEEN.join(part.text for part in parts)
     return made
+
+
+replace_apply_template = with_each_message(_in_one)

@@ -1,8 +1,9 @@
 """The rows of table.py that are of what the attention reads: its sinks, its caches, and a draft's window of them."""
 
-from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import (
+    ATTENTION,
     BACKEND,
     DSPARK,
     DSPARK_SINCE,
@@ -12,7 +13,15 @@ from deepseek_v4_sm120.sglang_patches.names import (
     targets_of_fix,
 )
 
-_sinks = targets_of_fix("updated_sinks")
+OF_ATTENTION = Parameters(
+    (
+        *("self", "config", "layer_id", "quant_config=None"),
+        "prefix=''",
+        "alt_streams=None",
+        "compress_ratio_override=None",
+    )
+)
+_sinks, _angles = targets_of_fix("updated_sinks"), targets_of_fix("plain_angles")
 
 UPDATED_SINKS = Patch(
     name="updated_sinks",
@@ -33,6 +42,24 @@ UPDATED_SINKS = Patch(
     ),
     retire="when SGLang writes every such copy again",
     absent="0.5.12 and 0.5.13 read the parameter",
+)
+
+PLAIN_ANGLES = Patch(
+    name="plain_angles",
+    why="queries and keys of the layers without compression are turned by YaRN's angles, with which they were not "
+    "trained (sglang #34788 mended it)",
+    targets=(
+        _angles(f"{ATTENTION}.__init__", "attention_init", OF_ATTENTION, ">=0.5.14,<0.5.18"),
+        _angles("sglang.srt.layers.deepseek_v4_rope:precompute_freqs_cis", "precompute", Bound(), ">=0.5.14,<0.5.16"),
+        _angles(
+            "sglang.kernels.ops.attention.deepseek_v4_rope:precompute_freqs_cis",
+            "precompute",
+            Bound(),
+            ">=0.5.16,<0.5.18",
+        ),
+    ),
+    retire="with SGLang 0.5.17",
+    absent="0.5.12 and 0.5.13, and 0.5.18 and later, have their own angles",
 )
 
 LOADED_PREFIXES = Patch(

@@ -124,6 +124,23 @@ TEXT_PARTS = Patch(
     retire="with SGLang 0.5.22",
 )
 
+ASSISTANT_MARKS = Patch(
+    name="assistant_marks",
+    why="a prompt that ends with the system's message asks for no answer, so that the model goes on with its text; and "
+    "a turn of the assistant's behind the system's, or behind another one, has no mark. DeepSeek's own conversion has "
+    "it in front of each",
+    targets=(
+        targets_of_fix("assistant_marks")(
+            f"{OPENAI}.encoding_dsv4:render_message",
+            "render_message",
+            Parameters(("index", "messages", "thinking_mode", "drop_thinking=True"), "any"),
+            "<0.5.23",
+        ),
+    ),
+    absent="from 0.5.23 on DeepSeek's own encoder writes the prompt (deepseek-recipe)",
+    retire="with SGLang 0.5.22",
+)
+
 CUT_ARGUMENTS = Patch(
     name="cut_arguments",
     why="a call that comes back with arguments that are no JSON object, as one that max_tokens cut off, is refused "
