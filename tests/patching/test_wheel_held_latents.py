@@ -13,7 +13,7 @@ from deepseek_v4_sm120.sglang_patches.names import ATTENTION
 from deepseek_v4_sm120.sglang_patches.rows.attention import HELD_LATENTS
 from tests.patching.review import is_for
 from tests.patching.test_wheel_dspark_penalties import taken
-from tests.patching.wheels import RELEASES, every_release, since
+from tests.patching.wheels import RELEASES, since
 
 MENDED = "0.5.19"
 BEFORE = [release for release in RELEASES if not since(release, MENDED)]
@@ -72,7 +72,7 @@ def prepared(version, attention, *, ours):
     return found(attention, torch.ones(3, 24), torch.arange(3), None, None)
 
 
-@every_release()
+@pytest.mark.parametrize("version", [*BEFORE, MENDED], scope="module")
 def test_they_are_there_until_the_keys_are_made(version):
     attention = Attention()
     ours = any(is_for(target.sglang, version) for target in HELD_LATENTS.targets)
@@ -82,7 +82,7 @@ def test_they_are_there_until_the_keys_are_made(version):
     assert ours == (version in BEFORE)
 
 
-@pytest.mark.parametrize("version", BEFORE)
+@pytest.mark.parametrize("version", BEFORE, scope="module")
 def test_in_sglang_alone_they_are_not(version):
     attention = Attention()
     prepared(version, attention, ours=False)
@@ -98,7 +98,7 @@ def test_elsewhere_it_stays_sglangs(version, model, card, opened):
     assert attention.alive == [False] * 3
 
 
-@pytest.mark.parametrize("version", BEFORE)
+@pytest.mark.parametrize("version", BEFORE, scope="module")
 def test_two_products_have_nothing_to_hold(version):
     """SGLANG_OPT_FUSE_WQA_WKV=0: the keys' latents are made on the keys' stream."""
     attention = Attention(fused=False)
