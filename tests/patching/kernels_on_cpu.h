@@ -235,20 +235,6 @@ struct LaunchKernel {
   }
 };
 
-namespace compress {
-template <class... Told>
-inline void verify_plan_c(const tvm::ffi::TensorView& plan, SymbolicSize& count, Told&&...) {
-  TensorMatcher({count, 16}).verify(plan);
-}
-template <class... Told>
-inline void verify_plan_d(const tvm::ffi::TensorView& plan, SymbolicSize& count, Told&&...) {
-  TensorMatcher({count, 16}).verify(plan);
-}
-template <class... Told>
-inline void verify_plan_w(const tvm::ffi::TensorView& plan, SymbolicSize& count, Told&&...) {
-  TensorMatcher({count, 8}).verify(plan);
-}
-}  // namespace compress
 }  // namespace host
 
 namespace device {
@@ -347,6 +333,23 @@ struct alignas(8) WritePlan {
 };
 }  // namespace compress
 }  // namespace device
+
+namespace host::compress {
+template <class Plan>
+const Plan* verify_plan(const tvm::ffi::TensorView& plan, SymbolicSize& count) {
+  TensorMatcher({count, sizeof(Plan)}).verify(plan);
+  return static_cast<const Plan*>(plan.data_ptr());
+}
+inline auto verify_plan_c(const tvm::ffi::TensorView& plan, SymbolicSize& count, SymbolicDevice&) {
+  return verify_plan<device::compress::CompressPlan>(plan, count);
+}
+inline auto verify_plan_d(const tvm::ffi::TensorView& plan, SymbolicSize& count, SymbolicDevice&) {
+  return verify_plan<device::compress::DecodePlan>(plan, count);
+}
+inline auto verify_plan_w(const tvm::ffi::TensorView& plan, SymbolicSize& count, SymbolicDevice&) {
+  return verify_plan<device::compress::WritePlan>(plan, count);
+}
+}  // namespace host::compress
 
 #define CALL(name, ...)                                                           \
   extern "C" bool name(const int64_t* n, void** t) {                              \

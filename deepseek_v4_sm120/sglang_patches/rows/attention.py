@@ -83,5 +83,6 @@ HELD_LATENTS = Patch(
             ">=0.5.12,<0.5.19",
         ),
     ),
-    retire="with the last of them: sglang #36547 mended it in 0.5.19",
+    absent="0.5.19 and later hold them themselves (sglang #36547)",
+    retire="with the last of these releases",
 )
