@@ -9,8 +9,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
+#include <memory>
 #include <optional>
+#include <ranges>
 #include <stdexcept>
 #include <type_traits>
 #include <utility>
@@ -44,6 +47,9 @@ struct bf16_t {
 };
 struct fp32x2_t {
   float x, y;
+};
+struct uint2 {
+  uint32_t x, y;
 };
 struct bf16x2_t {
   bf16_t x, y;
@@ -103,8 +109,21 @@ T __shfl_xor_sync(uint32_t, T x, uint32_t mask, uint32_t = 32) {
   return x;
 }
 
+// of kernels that are only compiled here
+inline uint32_t atomicAdd(uint32_t*, uint32_t) { throw std::logic_error("atomicAdd"); }
+inline uint32_t __shfl_up_sync(uint32_t, uint32_t, int) { throw std::logic_error("shuffle"); }
+
+enum { cudaMemcpyHostToDevice };
+inline int cudaMemcpyAsync(void* to, const void* from, size_t size, int, void*) {
+  std::memcpy(to, from, size);
+  return 0;
+}
 constexpr uint8_t kDLUInt = 1;
 constexpr int kDLCPU = 1, kDLGPU = 2, kDLCUDA = 2;
+struct DLDataType {
+  uint8_t code, bits;
+  uint16_t lanes;
+};
 struct DLDevice {
   int device_type, device_id;
 };
@@ -112,12 +131,23 @@ namespace tvm::ffi {
 struct TensorView {
   void* data = nullptr;
   std::vector<int64_t> shape, strides;
+  int kind = kDLGPU;
+  std::shared_ptr<std::vector<char>> owned = {};
 
   void* data_ptr() const { return data; }
   int64_t size(int i) const { return shape[i]; }
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int64_t length : shape) count *= length;
+    return count;
+  }
   int64_t dim() const { return shape.size(); }
   int64_t stride(int i) const { return strides[i]; }
-  DLDevice device() const { return {kDLGPU, 0}; }
+  DLDevice device() const { return {kind, 0}; }
+  TensorView on_host() && {
+    kind = kDLCPU;
+    return std::move(*this);
+  }
   TensorView heads(int64_t count, int64_t step = -1) && {  // of [rows, heads, values] the first ones
     shape[1] = count;
     strides[1] = step < 0 ? strides[1] : step;
@@ -128,6 +158,12 @@ template <class T>
 struct Optional : std::optional<T> {
   using std::optional<T>::optional;
 };
+using Tensor = TensorView;
+template <class A, class B>
+struct Tuple {
+  A first;
+  B second;
+};
 }  // namespace tvm::ffi
 
 inline tvm::ffi::TensorView view(void* data, std::vector<int64_t> shape, int64_t row = -1) {
@@ -136,6 +172,15 @@ inline tvm::ffi::TensorView view(void* data, std::vector<int64_t> shape, int64_t
   if (row >= 0) strides[0] = row;
   return {data, shape, strides};
 }
+
+namespace ffi {
+inline tvm::ffi::TensorView empty(std::initializer_list<int64_t> shape, DLDataType, DLDevice) {
+  auto made = view(nullptr, shape);
+  made.owned = std::make_shared<std::vector<char>>(16 * made.numel() + 16);
+  made.data = made.owned->data();
+  return made;
+}
+}  // namespace ffi
 
 constexpr float kFP8E4M3Max = 448.0f;
 template <class T>
@@ -161,9 +206,10 @@ struct SymbolicDType {
   }
 };
 struct SymbolicDevice {
+  int kind = -1;
   template <int...>
   void set_options() {}
-  DLDevice unwrap() const { return {kDLGPU, 0}; }
+  DLDevice unwrap() const { return {kind < 0 ? kDLGPU : kind, 0}; }
 };
 struct Length {
   SymbolicSize* symbol = nullptr;
@@ -181,13 +227,19 @@ inline void RuntimeDeviceCheck(int = 0) {}
 struct TensorMatcher {
   std::vector<Length> lengths;
   std::vector<Length> steps;
+  SymbolicDevice* device = nullptr;
   TensorMatcher(std::initializer_list<Length> given) : lengths(given) {}
   template <class... Types, class... Told>
   TensorMatcher&& with_dtype(Told&&...) && {
     return std::move(*this);
   }
-  template <int..., class... Told>
-  TensorMatcher&& with_device(Told&&...) && {
+  template <int...>
+  TensorMatcher&& with_device() && {
+    return std::move(*this);
+  }
+  template <int...>
+  TensorMatcher&& with_device(SymbolicDevice& named) && {
+    device = &named;
     return std::move(*this);
   }
   TensorMatcher&& with_strides(std::initializer_list<Length> given) && {
@@ -205,6 +257,7 @@ struct TensorMatcher {
   TensorMatcher&& verify(const tvm::ffi::TensorView& tensor) && {
     compare(lengths, tensor.shape);
     if (!steps.empty()) compare(steps, tensor.strides);
+    if (device && device->kind < 0) device->kind = tensor.kind;
     return std::move(*this);
   }
 };
@@ -212,6 +265,10 @@ struct TensorMatcher {
 template <class A, class B>
 constexpr auto div_ceil(A a, B b) {
   return (a + b - 1) / b;
+}
+template <class Number>
+inline auto irange(Number count) {
+  return std::views::iota(Number(0), count);
 }
 template <class...>
 inline constexpr bool dependent_false_v = false;
@@ -281,7 +338,12 @@ T reduce_sum(T x, uint32_t = ~0u) {
 }
 template <uint32_t kThreads = 32, class T>
 T reduce_max(T x, uint32_t = ~0u) {
-  for (uint32_t mask = kThreads / 2; mask > 0; mask /= 2) x = std::fmax(x, __shfl_xor_sync(~0u, x, mask));
+  for (uint32_t mask = kThreads / 2; mask > 0; mask /= 2) x = std::max(x, __shfl_xor_sync(~0u, x, mask));
+  return x;
+}
+template <uint32_t kThreads = 32, class T>
+T reduce_min(T x, uint32_t = ~0u) {
+  for (uint32_t mask = kThreads / 2; mask > 0; mask /= 2) x = std::min(x, __shfl_xor_sync(~0u, x, mask));
   return x;
 }
 }  // namespace warp
@@ -315,41 +377,7 @@ const void* offset(const void* from, Number... by) {
   return static_cast<const T*>(from) + (... + by);
 }
 }  // namespace pointer
-namespace compress {
-struct alignas(16) DecodePlan {
-  uint32_t seq_len;
-  int32_t write_loc, read_page_0, read_page_1;
-};
-struct alignas(16) CompressPlan {
-  uint32_t seq_len;
-  uint16_t ragged_id, buffer_len;
-  int32_t read_page_0, read_page_1;
-  bool is_invalid() const { return seq_len == ~0u; }
-};
-struct alignas(8) WritePlan {
-  uint32_t ragged_id;
-  int32_t write_loc;
-  bool is_invalid() const { return ragged_id == ~0u; }
-};
-}  // namespace compress
 }  // namespace device
-
-namespace host::compress {
-template <class Plan>
-const Plan* verify_plan(const tvm::ffi::TensorView& plan, SymbolicSize& count) {
-  TensorMatcher({count, sizeof(Plan)}).verify(plan);
-  return static_cast<const Plan*>(plan.data_ptr());
-}
-inline auto verify_plan_c(const tvm::ffi::TensorView& plan, SymbolicSize& count, SymbolicDevice&) {
-  return verify_plan<device::compress::CompressPlan>(plan, count);
-}
-inline auto verify_plan_d(const tvm::ffi::TensorView& plan, SymbolicSize& count, SymbolicDevice&) {
-  return verify_plan<device::compress::DecodePlan>(plan, count);
-}
-inline auto verify_plan_w(const tvm::ffi::TensorView& plan, SymbolicSize& count, SymbolicDevice&) {
-  return verify_plan<device::compress::WritePlan>(plan, count);
-}
-}  // namespace host::compress
 
 #define CALL(name, ...)                                                           \
   extern "C" bool name(const int64_t* n, void** t) {                              \

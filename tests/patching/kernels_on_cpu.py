@@ -13,6 +13,8 @@ from tests.on_cpu import made_of
 from tests.patching.wheels import content, members
 
 HEADER = Path(__file__).with_name("kernels_on_cpu.h")
+# what SGLang's text adds to its namespaces is beside what is ours there, in releases whose own are within another one
+OURS = "namespace device { using namespace ::device; }\nnamespace host { using namespace ::host; }"
 FLAGS = ("-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC")
 
 
@@ -36,7 +38,8 @@ def compiled(*parts: tuple[str, str]) -> ctypes.CDLL:
     for number, (text, calls) in enumerate(parts):
         text = re.sub(r"^\s*#(include|pragma once).*$", "", text, flags=re.M)
         inside = "using namespace sglang;" if "namespace sglang {" in text else ""
-        whole.append(f"namespace part{number} {{\n{text}\n{inside}\n{calls}\n}}")
+        ours = f"namespace sglang {{\n{OURS}\n}}" if inside else OURS
+        whole.append(f"namespace part{number} {{\n{ours}\n{text}\n{inside}\n{calls}\n}}")
     return ctypes.CDLL(str(made_of("\n".join(whole), *FLAGS)))
 
 

@@ -1,7 +1,8 @@
 """The norms, rotations and roundings between our operators: SGLang's own kernels out of the wheel, compiled for a CPU,
 against the specification in float64. Queries, the window's keys, the index's queries, what the compressors' long
 prompts store, the rotation back of an attention's output. Positions to the model's last, rows of zeros, of denormals,
-with channels as large as a trained model's, without a slot. All releases were run with this; the suite has the last."""
+with channels as large as a trained model's, without a slot. The releases from 0.5.16 on were run with this, those before
+with slots as they take them (of 32 bits up to 0.5.13, none below 0 up to 0.5.15); the suite has the last one."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def with_arguments(calls: str, text: str, given: dict[str, str]) -> str:
 @functools.cache
 def kernels(version: str):
     wheel = fetch(version)
-    shared = [text_of(wheel, f"sgl_kernel/deepseek_v4/{name}.cuh") for name in ("fp8_utils", "kv_layout")]
+    shared = [
+        text_of(wheel, f"sgl_kernel/deepseek_v4/{name}.cuh") for name in ("fp8_utils", "kv_layout", "compress_v2")
+    ]
     parts = []
     for name, calls in {"main_norm_rope": MAIN, "rope": ROTATION, "fused_norm_rope_v2": ""}.items():
         text = text_of(wheel, f"csrc/deepseek_v4/{name}.cuh")
