@@ -1,8 +1,8 @@
 """The norms, rotations and roundings between our operators: SGLang's own kernels out of the wheel, compiled for a CPU,
 against the specification in float64. Queries, the window's keys, the index's queries, what the compressors' long
 prompts store, the rotation back of an attention's output. Positions to the model's last, rows of zeros, of denormals,
-with channels as large as a trained model's, without a slot. The releases from 0.5.16 on were run with this, those before
-with slots as they take them (of 32 bits up to 0.5.13, none below 0 up to 0.5.15); the suite has the last one."""
+with channels as large as a trained model's, without a slot. The releases from 0.5.16 on were run with this, those
+before with slots as they take them (of 32 bits up to 0.5.13, none below 0 up to 0.5.15); the suite has the last."""
 
 from __future__ import annotations
 
