@@ -25,7 +25,13 @@ from deepseek_v4_sm120.sglang_patches.names import (
     targets_of,
 )
 from deepseek_v4_sm120.sglang_patches.rows.all_reduce import ALL_REDUCE, NCCL_START
-from deepseek_v4_sm120.sglang_patches.rows.attention import DRAFT_CHAIN, LOADED_PREFIXES, PLAIN_ANGLES, UPDATED_SINKS
+from deepseek_v4_sm120.sglang_patches.rows.attention import (
+    DRAFT_CHAIN,
+    HELD_LATENTS,
+    LOADED_PREFIXES,
+    PLAIN_ANGLES,
+    UPDATED_SINKS,
+)
 from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
@@ -565,7 +571,7 @@ TABLE = Table(
         *(SYSTEM_REMINDERS, DEVELOPER_ITEMS, ASSISTANT_MARKS, SHARED_BEGINNINGS, STRIPPED_THOUGHTS),
         *(WAITING_CHUNKS, MIXED_CHUNKS),  # the first below PREEMPTED_REQUESTS, which is told what was let in at last
         *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES, FENCED_COPIES, FREED_WINDOWS),
-        *(DRAFT_CHAIN, PLAIN_ANGLES),
+        *(DRAFT_CHAIN, PLAIN_ANGLES, HELD_LATENTS),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -292,6 +292,8 @@ def test_the_older_address_and_no_metrics(serve):
         ({"tp_size": 4, "disable_custom_all_reduce": True}, "all-reduce", WARN),
         ({"chunked_prefill_size": -1}, "prefill chunk", FAIL),
         ({"version": "0.5.14", "chunked_prefill_size": 16384}, "prefill chunk", FAIL),
+        ({"version": "0.5.20", "chunked_prefill_size": 65536}, "prefill chunk", FAIL),
+        ({"version": "0.5.21", "chunked_prefill_size": 65537}, "prefill chunk", FAIL),
         ({"mem_fraction_static": 0.97}, "memory fraction", WARN),
         ({"speculative_num_draft_tokens": 8}, "speculation", WARN),
         ({"tool_call_parser": None}, "parsers", WARN),

@@ -107,6 +107,9 @@ class MQALayer:
     def forward(self, x, positions, forward_batch, x_quant=None):
         return "original attention"
 
+    def _forward_prepare_multi_stream(self, x, positions, forward_batch, attn_backend, q_out=None, x_quant=None):
+        return "original streams"
+
 class DeepseekV4ForCausalLM:
     def __init__(self):
         self.model = object()
@@ -187,14 +190,7 @@ class SchedulerBatchResultProcessor:
         pass
 
     def _apply_prefill_logprobs(
-        self,
-        *,
-        req,
-        i,
-        logits_output,
-        extend_input_len_per_req,
-        extend_logprob_start_len_per_req,
-        next_token_ids,
+        self, *, req, i, logits_output, extend_input_len_per_req, extend_logprob_start_len_per_req, next_token_ids,
         logprob_pt,
     ):
         return logprob_pt

@@ -430,7 +430,7 @@ OURS = {
     "effort_levels": {"file", "importlib.import_module('huggingface_hub')"},
     "fp8_linear": {"process"},
     "fp8_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
-    "handed_over": {"_loading", "process"},
+    **{"handed_over": {"_loading", "process"}, "held_latents": {"product"}},
     "index_select": {"_forward", "deferred", "scores"},
     "index_select_dealt": {"_prompt"},
     "mhc": {"x"},

@@ -62,6 +62,8 @@ def expected(version: str) -> dict[str, str]:
     ours = http_rows.expected(version) | scheduler_rows.expected(version)
     ours |= SINCE_0_5_23 if since(version, "0.5.23") else {}
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
+    if not since(version, "0.5.19"):
+        found["held_latents"] = MODEL
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):

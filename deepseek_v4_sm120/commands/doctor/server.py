@@ -30,6 +30,7 @@ from deepseek_v4_sm120.settings import read_settings
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.names import IS_TRUE, RUST_FRONT, RUST_FRONT_SINCE, WITHOUT_FRONT
 
+MOST_PLANNED = 65_535  # tokens of a pass that SGLang's planner of groups takes, which has 16 bits for each; then 65,536
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
 LEAST_CHUNK = 4096  # rows, of a rank
 OVERLAPPED_DRAFTS_SINCE = (0, 5, 14)
@@ -325,10 +326,14 @@ def _prefill(a: Answers) -> Iterator[Finding]:
     if chunk is None:
         return  # said by `unread`
     if chunk <= 0:
-        cost = "a long prompt is one forward: out of memory, and nobody else gets a token meanwhile"
+        cost = "a long prompt is one forward: out of memory, and nobody else gets a token meanwhile; of more than "
+        cost += f"{MOST_PLANNED:,} tokens it ends the server"
         yield fail("prefill chunk", "no chunking", cost, "--chunked-prefill-size 8192")
     elif a.version[:3] == (0, 5, 14) and chunk > PREFILL_ROW_LIMIT:
         cost = f"0.5.14 crashes above {PREFILL_ROW_LIMIT} rows in one extend"
+        yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
+    elif chunk > MOST_PLANNED + (a.version >= (0, 5, 21)):
+        cost = "a prompt that fills it ends the server: SGLang plans no pass of so many tokens"
         yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
     elif a.attention_ranks > 1 and chunk < LEAST_CHUNK:
         found = f"{chunk} rows a rank: SGLang divides --chunked-prefill-size by the attention's data-parallel ranks"

@@ -1,4 +1,5 @@
-"""The rows of table.py that are of what the attention reads: its sinks, its caches, and a draft's window of them."""
+"""The rows of table.py that are of what the attention reads: its sinks, its caches, how its keys come there, and a
+draft's window of them."""
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -94,4 +95,20 @@ DRAFT_CHAIN = Patch(
     only_read=True,
     absent="the lengths that a draft's passes are given were read up to 0.5.23",
     retire="when SGLang adds the pass's number and one itself",
+)
+
+HELD_LATENTS = Patch(
+    name="held_latents",
+    why="in a graph the window's keys are made on a stream of their own, and what they are made of is let go of before "
+    "that stream is waited for: its memory may be something else's by then, and nothing says so",
+    targets=(
+        targets_of_fix("held_latents")(
+            f"{ATTENTION}._forward_prepare_multi_stream",
+            "prepare",
+            Parameters(("self", "x", "positions", "forward_batch", "attn_backend", "q_out=None"), further="any"),
+            ">=0.5.12,<0.5.19",
+        ),
+    ),
+    absent="0.5.19 and later hold them themselves (sglang #36547)",
+    retire="with the last of these releases",
 )
