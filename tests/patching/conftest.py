@@ -178,8 +178,7 @@ class PrefillAdder:
 """
 PENALTY_LIBRARY = """
 class BatchedPenalizerOrchestrator:
-    def apply(self, logits, repeat=None):
-        pass
+    def apply(self, logits, repeat=None): pass
 """
 RESULTS = """
 class SchedulerBatchResultProcessor:
@@ -225,6 +224,7 @@ def accept_draft_tokens(
 def verify_logits_adjustments_are_noop(sampling_info):
     return True
 """
+EAGLE = "def eagle_sample(verify_input, batch, logits_output, grammar_mask=None):\n    return grammar_mask\n"
 CHAIN = "from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton\n"
 WORKER = """
 class TpModelWorker:
@@ -440,6 +440,7 @@ TREE_0_5_17 = {
     "sglang/srt/managers/scheduler_components/batch_result_processor.py": RESULTS,
     "sglang/srt/sampling/penaltylib/orchestrator.py": PENALTY_LIBRARY,
     "sglang/srt/speculative/dflash_info_v2.py": DRAFT_INPUT,
+    "sglang/srt/speculative/eagle_utils.py": EAGLE,
     "sglang/srt/speculative/dspark_components/dspark_verify.py": ACCEPTANCE,
     "sglang/kernels/ops/speculative/reject_sampling.py": "def chain_speculative_sampling_triton(*args):\n    pass\n",
     "sglang/kernels/ops/speculative/dspark/dspark_accept.py": CHAIN,
