@@ -170,10 +170,13 @@ def test_a_request_that_is_long_enough_is_asked_for_nothing():
     assert min_tokens.early_ends([]) == []
 
 
+@pytest.mark.parametrize("kind", [OfEagle, OfDspark])
 @pytest.mark.parametrize(("model", "card"), [("deepseek_v4", False), ("llama", True), (None, True)])
-def test_elsewhere_it_stays_sglangs(model, card, opened):
+def test_elsewhere_it_stays_sglangs(model, card, kind, opened, monkeypatch):
     opened(model, card)
-    found, stock = (ends(OfEagle("0.5.23", several(), ours=ours), "overlap", 14) for ours in (True, False))
+    monkeypatch.setattr(min_tokens, "forbid", None)
+    monkeypatch.setattr(dspark_penalties, "is_ours", lambda: True)  # without it nothing is forbidden with DSPARK
+    found, stock = (ends(kind("0.5.23", several(), ours=ours), "overlap", 14) for ours in (True, False))
     assert found == stock
 
 
