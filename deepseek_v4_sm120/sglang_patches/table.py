@@ -74,6 +74,7 @@ from deepseek_v4_sm120.sglang_patches.rows.mhc import (
     PROMPTS_IN_HALVES,
 )
 from deepseek_v4_sm120.sglang_patches.rows.sampling import (
+    DRAFT_PROBABILITIES,
     MIN_P_TOKENS,
     MIN_P_VERIFY,
     MIN_TOKENS,
@@ -565,7 +566,7 @@ TABLE = Table(
         *(SYSTEM_REMINDERS, DEVELOPER_ITEMS, SHARED_BEGINNINGS, STRIPPED_THOUGHTS),
         *(WAITING_CHUNKS, MIXED_CHUNKS),  # the first below PREEMPTED_REQUESTS, which is told what was let in at last
         *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES, FENCED_COPIES, FREED_WINDOWS),
-        DRAFT_CHAIN,
+        *(DRAFT_CHAIN, DRAFT_PROBABILITIES),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

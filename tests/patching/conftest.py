@@ -140,8 +140,7 @@ def top_k_top_p_min_p_sampling_from_probs_torch(
     pass
 
 class Sampler:
-    def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
-        pass
+    def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info): pass
 """
 SCHEDULE_BATCH = """
 class Req:
@@ -212,8 +211,7 @@ class SchedulerBatchResultProcessor:
 """
 DRAFT_INPUT = """
 class DFlashDraftInputV2:
-    def prepare_for_decode(self, batch):
-        pass
+    def prepare_for_decode(self, batch): pass
 """
 ACCEPTANCE = """
 def accept_draft_tokens(
@@ -225,6 +223,7 @@ def verify_logits_adjustments_are_noop(sampling_info):
     return True
 """
 EAGLE = "def eagle_sample(verify_input, batch, logits_output, grammar_mask=None):\n    return grammar_mask\n"
+DRAFT_GRAPHS = "class EAGLEDraftCudaGraphRunner:\n    def execute(self, forward_batch):\n        return forward_batch\n"
 CHAIN = "from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton\n"
 WORKER = """
 class TpModelWorker:
@@ -441,6 +440,7 @@ TREE_0_5_17 = {
     "sglang/srt/sampling/penaltylib/orchestrator.py": PENALTY_LIBRARY,
     "sglang/srt/speculative/dflash_info_v2.py": DRAFT_INPUT,
     "sglang/srt/speculative/eagle_utils.py": EAGLE,
+    "sglang/srt/speculative/eagle_draft_cuda_graph_runner.py": DRAFT_GRAPHS,
     "sglang/srt/speculative/dspark_components/dspark_verify.py": ACCEPTANCE,
     "sglang/kernels/ops/speculative/reject_sampling.py": "def chain_speculative_sampling_triton(*args):\n    pass\n",
     "sglang/kernels/ops/speculative/dspark/dspark_accept.py": CHAIN,

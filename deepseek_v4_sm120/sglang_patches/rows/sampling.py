@@ -123,6 +123,22 @@ MIN_TOKENS = Patch(
     retire="when SGLang judges each row of a block by its own place",
 )
 
+DRAFT_PROBABILITIES = Patch(
+    name="draft_probabilities",
+    why="with --speculative-use-rejection-sampling and more than one draft the probabilities that drafts were drawn by "
+    "lie in memory that the next graph writes over before verification reads them: answers may be drawn from neither",
+    targets=(
+        targets_of_fix("draft_probabilities")(
+            "sglang.srt.speculative.eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner.execute",
+            "execute",
+            Parameters(("self", "forward_batch")),
+            ">=0.5.14,<0.5.21",
+        ),
+    ),
+    absent="before 0.5.14 there is no such flag, from 0.5.21 on SGLang copies them",
+    retire="with SGLang 0.5.20",
+)
+
 PROMPT_LOGPROBS = Patch(
     name="prompt_logprobs",
     why="log-probabilities of prompts are dealt out by counting, and a request that was retracted meanwhile is not "
