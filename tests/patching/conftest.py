@@ -143,8 +143,7 @@ def top_k_top_p_min_p_sampling_from_probs_torch(
     pass
 
 class Sampler:
-    def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
-        pass
+    def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info): pass
 """
 SCHEDULE_BATCH = """
 class Req:
@@ -181,8 +180,7 @@ class PrefillAdder:
 """
 PENALTY_LIBRARY = """
 class BatchedPenalizerOrchestrator:
-    def apply(self, logits, repeat=None):
-        pass
+    def apply(self, logits, repeat=None): pass
 """
 RESULTS = """
 class SchedulerBatchResultProcessor:
@@ -209,8 +207,7 @@ class SchedulerBatchResultProcessor:
 """
 DRAFT_INPUT = """
 class DFlashDraftInputV2:
-    def prepare_for_decode(self, batch):
-        pass
+    def prepare_for_decode(self, batch): pass
 """
 ACCEPTANCE = """
 def accept_draft_tokens(
@@ -221,6 +218,8 @@ def accept_draft_tokens(
 def verify_logits_adjustments_are_noop(sampling_info):
     return True
 """
+EAGLE = "def eagle_sample(verify_input, batch, logits_output, grammar_mask=None):\n    return grammar_mask\n"
+DRAFT_GRAPHS = "class EAGLEDraftCudaGraphRunner:\n    def execute(self, forward_batch):\n        return forward_batch\n"
 CHAIN = "from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton\n"
 WORKER = """
 class TpModelWorker:
@@ -435,6 +434,8 @@ TREE_0_5_17 = {
     "sglang/srt/managers/scheduler_components/batch_result_processor.py": RESULTS,
     "sglang/srt/sampling/penaltylib/orchestrator.py": PENALTY_LIBRARY,
     "sglang/srt/speculative/dflash_info_v2.py": DRAFT_INPUT,
+    "sglang/srt/speculative/eagle_utils.py": EAGLE,
+    "sglang/srt/speculative/eagle_draft_cuda_graph_runner.py": DRAFT_GRAPHS,
     "sglang/srt/speculative/dspark_components/dspark_verify.py": ACCEPTANCE,
     "sglang/kernels/ops/speculative/reject_sampling.py": "def chain_speculative_sampling_triton(*args):\n    pass\n",
     "sglang/kernels/ops/speculative/dspark/dspark_accept.py": CHAIN,

@@ -89,6 +89,10 @@ NORM = f"{SRT}.layers.layernorm:RMSNorm"
 STAGES = tuple(f"{DSPARK.partition(':')[0]}:{name}" for name in ("DSparkV4Stage", "DSparkV4CudaStage"))
 ANY_LAYER = ((LAYER,), (CUDA_LAYER,), (STAGES[0],), (STAGES[1],))
 LAST_STAGE = tuple((DSPARK_SINCE, stage) for stage in STAGES)
+SAMPLING_INFO = ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)
+SAMPLING_PARAMS = ((f"{SRT}.sampling.sampling_params:SamplingParams",),)
+LOGITS_OUTPUT = ((f"{SRT}.layers.logits_processor:LogitsProcessorOutput",),)
+ORCHESTRATOR = ((f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),)
 VERIFIED = ("eagle_info:Eagle", "ngram_info:Ngram", "frozen_kv_mtp_info:FrozenKVMTP")
 PENALIZERS = tuple(
     f"{module}:Batched{module.title().replace('_', '')}"
@@ -252,9 +256,7 @@ OBJECTS = {
     "prompts_aside": {"chat": ((CHAT,),)},
     "sample_seeds": {
         "tokenized_obj": ((f"{SRT}.managers.io_struct:TokenizedGenerateReqInput",),),
-        **dict.fromkeys(
-            ("shared", "tokenized_obj.sampling_params"), ((f"{SRT}.sampling.sampling_params:SamplingParams",),)
-        ),
+        **dict.fromkeys(("shared", "tokenized_obj.sampling_params"), SAMPLING_PARAMS),
     },
     "sampled_states": {"obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),)},
     "token_logprobs": {
@@ -296,14 +298,14 @@ OBJECTS = {
         "self.model_runner.token_to_kv_pool_allocator": ALLOCATORS,
     },
     "min_p_tokens": {
-        "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "sampling_info": SAMPLING_INFO,
         "importlib.import_module(PARALLEL_STATE)": ((STATE,),),
         "of_rows": ((GROUP,),),
     },
     "min_p_verify": {
         "batch": ((SCHEDULE_BATCH,),),
         "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
-        "info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "info": SAMPLING_INFO,
     },
     "mxfp4_moe": {
         "layer": (EXPERTS,),
@@ -318,23 +320,28 @@ OBJECTS = {
         "_serve:routed": ((f"{MOE}.topk:StandardTopKOutput",),),
     },
     "dspark_windows": {"batch": ((SCHEDULE_BATCH,),)},
-    "min_p_dspark": {"sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)},
+    "min_p_dspark": {"sampling_info": SAMPLING_INFO},
     "dspark_penalties": {
         "batch": ((SCHEDULE_BATCH,),),
-        "batch.sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
-        "batch.sampling_info.penalizer_orchestrator": (
-            (f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),
-        ),
-        "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "batch.sampling_info": SAMPLING_INFO,
+        "batch.sampling_info.penalizer_orchestrator": ORCHESTRATOR,
+        "sampling_info": SAMPLING_INFO,
     },
     "penalties": {
         "request": ((REQUEST,),),
-        "params": ((f"{SRT}.sampling.sampling_params:SamplingParams",),),
+        "params": SAMPLING_PARAMS,
         "penalizer": tuple((f"{SRT}.sampling.penaltylib.{kind}Penalizer",) for kind in PENALIZERS),
-        "self.sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
-        "self.sampling_info.penalizer_orchestrator": (
-            (f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),
-        ),
+        "self.sampling_info": SAMPLING_INFO,
+        "self.sampling_info.penalizer_orchestrator": ORCHESTRATOR,
+    },
+    "min_tokens": {
+        **{"batch": ((SCHEDULE_BATCH,),), "request": ((REQUEST,),), "request.sampling_params": SAMPLING_PARAMS},
+        **{"self.sampling_info": SAMPLING_INFO, "self.sampling_info.penalizer_orchestrator": ORCHESTRATOR},
+        "algorithm": ((f"{SRT}.speculative.spec_info:SpeculativeAlgorithm",),),
+        "penalizer": ((f"{SRT}.sampling.penaltylib.{PENALIZERS[-1]}Penalizer",),),
+        "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),
+        "result": ((">=0.5.18", f"{SRT}.speculative.dspark_components.dspark_verify:TargetVerifyResult"),),
+        **dict.fromkeys(("logits_output", "result.logits_output"), LOGITS_OUTPUT),
     },
     "prompt_logprobs": {
         "batch": ((SCHEDULE_BATCH,),),
@@ -348,9 +355,9 @@ OBJECTS = {
         "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),
         "batch": ((SCHEDULE_BATCH,),),
         "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
-        "info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
-        "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
-        "logits_output": ((f"{SRT}.layers.logits_processor:LogitsProcessorOutput",),),
+        "info": SAMPLING_INFO,
+        "sampling_info": SAMPLING_INFO,
+        "logits_output": LOGITS_OUTPUT,
     },
     "preempted_requests": {"adder": ((ADDER,),), "self.running_batch": ((SCHEDULE_BATCH,),)},
     "mixed_chunks": dict.fromkeys(("running", "running_batch"), ((SCHEDULE_BATCH,),)),
@@ -450,7 +457,7 @@ OURS = {
     },
     **{"stop_sequences": {"listening"}, "unknown_tokens": {"asked"}, "echoed_items": {"raw_request"}},
     **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
-    **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}},
+    **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {
         *("_running", "_trials", "batch.forward_mode", "cut", "made"),

@@ -1,8 +1,8 @@
 """Where a grammar has come to its end the answer ends, whatever else forbids the end.
 
 Of a JSON schema, a regular expression or a required tool call that is complete, XGrammar leaves one token: the end.
-min_tokens forbids it until so many tokens are there; with speculation to the end of the block of drafts in which they
-are, and behind a retraction in any case. Then no token is left: all logits are -inf. SGLang takes token 0, which the
+min_tokens forbids it until so many tokens are there; with speculation for up to two blocks longer (min_tokens.py mends
+that), and behind a retraction in any case. Then no token is left: all logits are -inf. SGLang takes token 0, which the
 grammar refuses, and the whole answer is lost in an error 500; up to 0.5.19 the draw of a request with a temperature,
 and without top_k and top_p, is itself an error, and ends the server for all. (vLLM #53665; its #54218 lets the grammar
 have its way.)

@@ -2,7 +2,7 @@
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import targets_of, targets_of_fix
+from deepseek_v4_sm120.sglang_patches.names import DSPARK_VERIFY, targets_of, targets_of_fix
 
 SAMPLER = "sglang.srt.layers.sampler:Sampler"
 PROBS = Parameters(("self", "probs", "sampling_info", "positions", "simple_sampling_case"))
@@ -22,11 +22,22 @@ OF_RESULT = ("req", "i", "logits_output", "extend_input_len_per_req", "extend_lo
 
 _sampling, _min_p_verify = targets_of("sampling"), targets_of_fix("min_p_verify")
 _penalties, _prompt_logprobs = targets_of_fix("penalties"), targets_of_fix("prompt_logprobs")
-_seeded_draws = targets_of_fix("seeded_draws")
+_seeded_draws, _min_tokens = targets_of_fix("seeded_draws"), targets_of_fix("min_tokens")
+CUMULATE = "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens"
+VERIFIED_BLOCKS = Parameters(("self", "*", "batch"), further="keyword-only")
+EAGLE_SAMPLES = {  # what follows VERIFY, by release
+    ">=0.5.14,<0.5.17": (MASK,),
+    ">=0.5.17,<0.5.20": (GRAMMAR_MASK,),
+    ">=0.5.20,<0.5.22": (GRAMMAR_MASK, UNO),
+    ">=0.5.22,<0.6": (GRAMMAR_MASK, UNO, *WATERMARK),
+}
 
 
-def _eagle(more: tuple[str, ...], sglang: str):
-    return _sampling(EAGLE_SAMPLE, "eagle_sample", Parameters((*VERIFY, *more)), sglang)
+def _eagle_samples(target):
+    return (
+        target(EAGLE_SAMPLE, "eagle_sample", Parameters((*VERIFY, *more)), sglang)
+        for sglang, more in EAGLE_SAMPLES.items()
+    )
 
 
 REPRODUCIBLE_SAMPLING = Patch(
@@ -37,10 +48,7 @@ REPRODUCIBLE_SAMPLING = Patch(
     targets=(
         _sampling(f"{SAMPLER}.__init__", "sampler_init", Parameters(("self",)), ">=0.5.17,<0.6"),
         _sampling(f"{SAMPLER}._sample_from_probs", "sample_from_probs", PROBS, ">=0.5.14,<0.6"),
-        _eagle((MASK,), ">=0.5.14,<0.5.17"),
-        _eagle((GRAMMAR_MASK,), ">=0.5.17,<0.5.20"),
-        _eagle((GRAMMAR_MASK, UNO), ">=0.5.20,<0.5.22"),
-        _eagle((GRAMMAR_MASK, UNO, *WATERMARK), ">=0.5.22,<0.6"),
+        *_eagle_samples(_sampling),
     ),
     default="reproducible",
     absent="0.5.12 and 0.5.13 were not looked at",
@@ -85,12 +93,7 @@ PENALTIES = Patch(
     "counted twice. Without the overlap of steps the order of penalties is another one on each card: two may part, and "
     "hang",
     targets=(
-        _penalties(
-            "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens",
-            "cumulate",
-            Parameters(("self",)),
-            COUNTING,
-        ),
+        _penalties(CUMULATE, "cumulate", Parameters(("self",)), COUNTING),
         _penalties(
             f"{PENALTY_LIBRARY}:BatchedPenalizerOrchestrator.apply",
             "apply",
@@ -101,6 +104,39 @@ PENALTIES = Patch(
     only_read=True,
     absent="0.5.12 and 0.5.13 count at several places",
     retire="when SGLang counts each token once, and applies penalties in one order",
+)
+
+MIN_TOKENS = Patch(
+    name="min_tokens",
+    why="with drafts min_tokens forbids the end of an answer for up to two blocks longer than without: answers go on "
+    "with the model's second choice",
+    targets=(
+        _min_tokens(CUMULATE, "cumulate", Parameters(("self",)), COUNTING),
+        *_eagle_samples(_min_tokens),
+        # of an earlier DSPARK nobody counts, and nothing is forbidden: dspark_penalties
+        *(
+            _min_tokens(f"{DSPARK_VERIFY}:TargetVerifyExecutor.{way}", way, VERIFIED_BLOCKS, ">=0.5.18,<0.6")
+            for way in ("run_non_compact", "run_compact")
+        ),
+    ),
+    absent="0.5.12 and 0.5.13 count at several places",
+    retire="when SGLang judges each row of a block by its own place",
+)
+
+DRAFT_PROBABILITIES = Patch(
+    name="draft_probabilities",
+    why="with --speculative-use-rejection-sampling and more than one draft the probabilities that drafts were drawn by "
+    "lie in memory that the next graph writes over before verification reads them: answers may be drawn from neither",
+    targets=(
+        targets_of_fix("draft_probabilities")(
+            "sglang.srt.speculative.eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner.execute",
+            "execute",
+            Parameters(("self", "forward_batch")),
+            ">=0.5.14,<0.5.21",
+        ),
+    ),
+    absent="before 0.5.14 there is no such flag, from 0.5.21 on SGLang copies them",
+    retire="with SGLang 0.5.20",
 )
 
 PROMPT_LOGPROBS = Patch(
