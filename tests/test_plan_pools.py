@@ -116,7 +116,7 @@ def test_the_pools_have_what_this_release_leaves_them(release):
     where = next(one for one in PROFILED_BY if WheelSources(wheel).read(one[0]) is not None and _has(wheel, *one))
     for plan in plans_of(release):
         free_gb = plan.free_bytes / memory.GIB
-        left_gb = free_gb - (plan.weights + plan.angles + plan.given_back) / memory.GIB
+        left_gb = free_gb - (plan.weights + plan.given_back) / memory.GIB
         said = Ample(mem_fraction_static=plan.fraction, mambaish_config=None)
         said.server_args = said
         names = {"get_schedule": lambda said=said: said, "mm_runtime_reservation_gb": lambda **_: 0.0}
@@ -128,47 +128,6 @@ def test_the_pools_have_what_this_release_leaves_them(release):
 
 def _has(wheel, module, kind):
     return definition(wheel, f"{kind}._profile_available_bytes", module) is not None
-
-
-ANGLES = ("kernels.ops.attention.dsv4.rope", "kernels.ops.attention.deepseek_v4_rope", "srt.layers.deepseek_v4_rope")
-ROTARY = "sglang.srt.layers.rotary_embedding"
-OF_POSITIONS = "=config.max_position_embeddings,"
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_tables_of_angles_have_this_releases_size(release):
-    """Its own functions, on a device without memory: complex numbers for the kernels, and from 0.5.13 on what SGLang's
-    own rotation reads; each once for layers with compression and once for those without."""
-    wheel, shape = fetch(release), {"dim": 64, "seqlen": memory.POSITIONS, "original_seq_len": 65_536}
-    where = next(f"sglang.{one}" for one in ANGLES if WheelSources(wheel).read(f"sglang.{one}") is not None)
-    names = {"torch": torch, "math": math, "lru_cache": functools.lru_cache}
-    with torch.device("meta"):
-        table = take(wheel, names, "precompute_freqs_cis", where)
-        made = [table(**shape, base=base, factor=16, beta_fast=32, beta_slow=1) for base in (10_000, 160_000)]
-        assert made[1] is table(**shape, base=160_000, factor=16, beta_fast=32, beta_slow=1)  # all layers share it
-        text = WheelSources(wheel).read("sglang.srt.models.deepseek_v4")
-        assert f"seqlen{OF_POSITIONS}" in text and (f"max_position{OF_POSITIONS}" in text) is since(release, "0.5.13")
-        if since(release, "0.5.13"):
-            plain = Rotary(max_position_embeddings=memory.POSITIONS, position_start=0)
-            yarn = Rotary(max_position_embeddings=65_536, scaling_factor=16, mscale=1.0, device="meta")
-            classes = (("base", "RotaryEmbedding", plain), ("rope_variant", "DeepseekScalingRotaryEmbedding", yarn))
-            for module, kind, rotary in classes:
-                compute = take(
-                    wheel, names | {"_is_npu": False}, f"{kind}._compute_cos_sin_cache", f"{ROTARY}.{module}"
-                )
-                made.append(compute(rotary))
-    for m, drafts, share in ((models.FLASH, False, 1), (models.PRO, False, 2), (models.PRO, True, 1)):
-        version = tuple(map(int, re.findall(r"\d+", release)[:3]))
-        assert memory.angle_bytes(m, version, drafts=drafts) == sum(one.nbytes for one in made) / share
-    plan = launch.make(Request(models.FLASH, 2, MEMORY, 8192, 1, None, release))
-    assert plan.angles == sum(one.nbytes for one in made) == plan.static_bytes - plan.weights - plan.pool_bytes
-
-
-class Rotary(SimpleNamespace):
-    base = 10_000
-
-    def _compute_inv_freq(self, _):
-        return torch.empty(32)
 
 
 def test_what_is_there_in_front_of_the_weights():

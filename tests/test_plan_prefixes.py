@@ -90,14 +90,14 @@ def _by_default(plan):
 
 
 def test_all_streams_at_full_length_come_first():
-    """Eight streams of 284,000 tokens fill two cards: the windows have what is left, also where the estimates of what
+    """Eight streams of 300,000 tokens fill two cards: the windows have what is left, also where the estimates of what
     the cards have for both are short."""
-    plan = launch.make(request(concurrency=8, context=284_160))
+    plan = launch.make(request(concurrency=8, context=300_032))
     short = memory.static_off_by(plan.weights, plan.fraction)
     least = plan.pools.tokens(_room(plan) - short)
-    assert 8 * 284_160 <= least < 8 * 284_160 + 16_384 and 0.6e9 < short < 0.8e9
+    assert 8 * 300_032 <= least < 8 * 300_032 + 16_384 and 0.6e9 < short < 0.8e9
     assert plan.prefix_tails > memory.CACHED_PREFIXES * 8
-    tight = launch.make(request(concurrency=16, context=284_160))
+    tight = launch.make(request(concurrency=16, context=300_032))
     assert tight.fits and tight.prefix_tails is None and "--swa-prefix-tails" not in flags(tight)
 
 

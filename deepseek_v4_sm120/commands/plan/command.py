@@ -211,7 +211,6 @@ def as_dict(plan: Plan) -> dict:
         "request": asdict(r),
         "tokens": plan.tokens,
         "weights_bytes": plan.weights,
-        "angles_bytes": plan.angles,
         "states_bytes": plan.pools.states,
         "window_bytes": plan.pools.window_bytes,
         "reserves": [asdict(x) for x in plan.reserves],
@@ -275,7 +274,6 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     at_start = "estimate: CUDA's context, NCCL, and what the driver keeps"
     rows = [("taken in front of the weights", plan.card_bytes - plan.free_bytes, at_start)]
     rows.append(("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}"))
-    rows.append(("sines and cosines by position", plan.angles, "SGLang's tables, of all positions of the model"))
     rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
     if pools.window_tokens is not None:
         rows.append(

@@ -113,7 +113,6 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
     free, drafts = memory.free_at_start(request.memory_mib * (1 << 20)), request.rows > 0
     is_behind = drafts and version < memory.DRAFTER_FIRST_SINCE
     weights = _weights(request, drafts and not is_behind)
-    angles = memory.angle_bytes(m, version, drafts=drafts)
     has_own = drafts and not is_behind and request.speculation.algorithm == EAGLE
     given_back = memory.head_and_embedding_bytes(m, tp) if has_own else 0.0
     sized = functools.partial(memory.pools, m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
@@ -131,19 +130,19 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         shadow=request.shadow is not None,
         drafter_behind=_weights(request, True) - weights if is_behind else 0.0,
         requests=request.concurrency,
-        tokens=pools.tokens(memory.MOST_FRACTION * free - weights - angles - given_back),
+        tokens=pools.tokens(memory.MOST_FRACTION * free - weights - given_back),
     )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves) - given_back
     fraction = math.floor((1 - outside / max(free, 1.0)) / STEP) * STEP
     fraction = round(max(0.0, min(memory.MOST_FRACTION, fraction)), 2)  # as it is given to the server
-    room = fraction * free - weights - angles - given_back
+    room = fraction * free - weights - given_back
     if request.may_keep_prefixes:
         short = memory.static_off_by(weights, fraction) / pools.token_bytes  # of tokens, as many as may be
         streams = request.concurrency * request.context + math.ceil(short)
         tails = memory.wanted_prefix_tails(m, pools, chunk=chunk, room=room, tokens=streams)
         pools = pools if tails is None else sized(prefix_tails=tails)
     tokens = pools.tokens(room)
-    return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, tails, given_back, angles)
+    return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, tails, given_back)
 
 
 def _weights(request: Request, drafts: bool) -> float:

@@ -40,8 +40,6 @@ KEPT_BY_DRIVER, AT_START, AFTER_START = 640 << 20, 1.0 * GIB, 0.75 * GIB
 LOGPROB_ROWS = 2048  # of a prompt whose log-probabilities SGLang computes at a time, from 0.5.16 on
 # what may be short, as a share: estimates, which nobody has measured on SM120; weights by shape against published files
 ESTIMATE_OFF_BY, WEIGHTS_OFF_BY = 0.5, 0.002
-# max_position_embeddings of both models and the dimensions that are rotated; SGLang's second tables, since
-POSITIONS, ROTATED, ROTARY_SINCE = 1 << 20, 64, (0, 5, 13)
 CHUNKS = (8192, 4096, 2048, 1024)
 # Prefill graphs: what SGLang says that it captured (3.31 and 3.36 GiB on two H200, 0.5.17, five sizes up to 8,192 rows,
 # context 32,768; 2.91 on four H100, 0.5.23), over what is reckoned without it; and how much each further size took
@@ -111,14 +109,6 @@ def weight_bytes(m: Model, tp: int, *, drafts: bool, wo_a_bf16: bool) -> float:
     inputs = 2 if m.dspark_block is None else m.dspark_stages  # projections into the drafter, [hidden, hidden] each
     whole += inputs * square_bytes(m) * drafts + 4 * m.vocab * m.experts_per_token * m.hash_layers
     return divided / tp + head_and_embedding_bytes(m, tp) + whole
-
-
-def angle_bytes(m: Model, version: Version, *, drafts: bool) -> float:
-    """Of sines and cosines in float32, which SGLang makes with the model's layers, for every position that the model
-    has, whatever the context: a table for each base that layers turn by, and from ROTARY_SINCE on another one, which
-    nothing on a GPU of NVIDIA's reads."""
-    bases = {ratio > 0 for ratio, layers in (*m.kinds(), (0, m.draft_layers * drafts)) if layers}
-    return len(bases) * (1 + (version >= ROTARY_SINCE)) * POSITIONS * ROTATED * 4
 
 
 def head_and_embedding_bytes(m: Model, tp: int) -> float:

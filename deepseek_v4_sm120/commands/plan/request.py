@@ -161,7 +161,6 @@ class Plan:
     captured: int = 0  # rows of a prompt's pass in graphs, at most
     prefix_tails: int | None = None  # windows of cached prefixes; None: SGLang's own number
     given_back: float = 0.0  # bytes that the weights take while the pools are sized, and not behind that
-    angles: float = 0.0  # bytes of SGLang's tables of sines and cosines by position
     flags: list[Flag] = field(default_factory=list)
     environment: list[Flag] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -180,7 +179,7 @@ class Plan:
     @property
     def pool_bytes(self) -> float:
         """What SGLang finds for its pools: 0 or less where the weights leave none."""
-        return self.static_bytes - self.weights - self.angles - self.given_back
+        return self.static_bytes - self.weights - self.given_back
 
     @property
     def free_bytes(self) -> float:
