@@ -251,6 +251,10 @@ class OpenAIServingChat:
     def _check_for_unstreamed_tool_args(self, parser, content, request, index):
         return None
 
+    async def _process_tool_call_stream(self, index, delta, parser_dict, content, request, has_tool_calls,
+                                        continuous_usage_stats=False):
+        yield delta
+
     def _get_reasoning_from_request(self, request):
         return False
 
@@ -395,12 +399,8 @@ HOLDER = "def check_ipc_quant_support(quant_method, quant_config, *, where):\n  
 DIRECT = "def _model_load_weights_direct(model, named_tensors):\n    return model\n"
 DIRECT += "def dynamic_import(func_path):\n    return lambda model, named_tensors: model\n"
 
-SERVER_ARGS = """
-from sglang.srt.utils.common import is_sm120_supported
-class ServerArgs:
-    def _handle_model_specific_adjustments(self):
-        pass
-"""
+SERVER_ARGS = "from sglang.srt.utils.common import is_sm120_supported\n"
+SERVER_ARGS += "class ServerArgs:\n    def _handle_model_specific_adjustments(self):\n        pass\n"
 
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
@@ -445,6 +445,7 @@ TREE_0_5_17 = {
     "sglang/srt/constrained/xgrammar_backend.py": XGRAMMAR,
     "sglang/kernels/ops/grammar/bitmask_ops.py": BITMASK,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
+    "sglang/srt/function_call/utils.py": "def _find_common_prefix(s1, s2):\n    return s1\n",
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
     "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def render_tools(tools):\n    return tools\n"
     "def render_message(index, messages, thinking_mode, drop_thinking=True):\n    return ''\n",

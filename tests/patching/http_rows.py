@@ -14,6 +14,7 @@ EVERYWHERE = {
 }
 BETWEEN = {  # where, from a release on, before another
     "tool_strings": (http.PARSE, "0.5.12", "0.5.23"),
+    "long_calls": (http.CHAT, "0.5.12", "0.5.21"),
     "think_marks": (http.READER, "0.5.12", "0.5.23"),
     "developer_messages": (http.CHAT, "0.5.12", "0.5.23"),
     "unchosen_tools": (http.CHAT, "0.5.12", "0.5.22"),

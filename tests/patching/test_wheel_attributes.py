@@ -413,6 +413,10 @@ OBJECTS = {
         "detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),),
         "parser": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
     },
+    "long_calls": {
+        "parser": (("<0.5.21", f"{SRT}.function_call.base_format_detector:BaseFormatDetector"),),
+        "parser_dict.get(index)": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
+    },
     "think_marks": dict.fromkeys(("detector", "self.detector"), ((READS_THOUGHTS,),)),
     "cut_characters": {"told": OF_RECIPE["Output"]},
     "wo_a": {

@@ -5,17 +5,20 @@ import functools
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.fixes import tool_strings
+from deepseek_v4_sm120.sglang_patches.fixes import long_calls, tool_strings
+from deepseek_v4_sm120.sglang_patches.rows.http_server import PROCESS
 from tests.patching.test_wheel_wo_a import definition
 from tests.patching.tool_calls_read import (
     ANSWER,
     CASES,
     CHAT_CLASS,
     CHAT_MODULE,
+    EACH,
     IN_FRONT,
     MARK,
     MARKED,
@@ -40,7 +43,8 @@ def texts(version: str) -> tuple[str | None, ...]:
     """All that the program reads of a release."""
     sources = WheelSources(fetch(version))
     chat = definition(fetch(version), f"{CHAT_CLASS}._check_for_unstreamed_tool_args", CHAT_MODULE)
-    return (*map(sources.read, (*REAL, *OF_THOUGHTS)), chat and ast.unparse(chat))
+    step = definition(fetch(version), PROCESS.partition(":")[2], CHAT_MODULE)
+    return (*map(sources.read, (*REAL, *OF_THOUGHTS)), chat and ast.unparse(chat), ast.unparse(step))
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +161,50 @@ def test_a_call_that_is_cut_off_is_not_told_as_a_whole_one(read, version):
     assert read(version)["cut, ours"] == [[sent, ""], [sent, at_the_end]]
     with pytest.raises(ValueError, match="Unterminated string"):
         json.loads(sent)
+
+
+told_in_pieces = pytest.mark.parametrize("version", BEFORE_WHOLE_CALLS, scope="module")
+
+
+@told_in_pieces
+def test_a_long_call_is_told_as_sglang_tells_it(read, version):
+    """long_calls: all of a call that is whole; of one that is cut off its beginning, and the parser has it all."""
+    stock, ours = (read(version)[way] for way in ("long, stock", "long"))
+    assert ours["whole"]["told"] == stock["whole"]["told"] and MARK in ours["whole"]["told"][1]
+    told, least = (one["cut off"]["told"][1] for one in (stock, ours))
+    assert told.startswith(least) and len(told) - len(least) < 2 * EACH
+    assert all(ours[case]["buffer"] == stock[case]["buffer"] and ours[case]["unseen"] == [] for case in ours)
+
+
+@told_in_pieces
+def test_a_long_call_is_not_read_anew_with_each_step(read, version):
+    """So the row is needed; and a stream is silent for no longer than it is to be."""
+    stock, ours = (read(version)[way]["cut off"] for way in ("long, stock", "long"))
+    steps, written = stock["asked"], len(stock["buffer"])
+    assert stock["read"] > steps * written / 3 and ours["read"] < steps * written / 6
+    assert ours["silent"] <= 2 * written // EACH + 3
+
+
+def test_the_parser_is_asked_at_tags_and_at_the_end(served_card):
+    """Behind so many characters that three steps are kept otherwise."""
+    parser, asked = SimpleNamespace(_buffer="x" * 4 * long_calls.EACH), []
+    for text in ("a", "b", "c", "d", "</", MARK, "parameter", ">", "\n", "e", "f"):
+        told = long_calls.handed_on(parser, text, text == "f")
+        parser._buffer += told or ""
+        asked.append(told)
+    assert asked == [None, None, None, "abcd", None, f"</{MARK}", "parameter", ">", "\n", "e", "f"]
+    parser._buffer += " " * long_calls.TAG
+    assert [long_calls.handed_on(parser, text, text == "h") for text in ("g", "h", "i")] == [None, "gh", None]
+
+
+@told_in_pieces
+def test_what_two_steps_share_is_what_sglang_finds(read, version):
+    assert read(version)["prefixes"] == []
+
+
+@told_in_pieces
+def test_other_cards_keep_sglangs_steps(read, version):
+    assert read(version)["long elsewhere"]["asked"] == read(version)["long, stock"]["cut off"]["asked"]
 
 
 @read_by

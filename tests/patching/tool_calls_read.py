@@ -6,6 +6,7 @@ A program of its own, because it imports SGLang's modules from a wheel:
     python3 -m tests.patching.tool_calls_read 0.5.22        JSON: what each case became, by way
 """
 
+import asyncio
 import functools
 import importlib
 import inspect
@@ -17,8 +18,8 @@ import sys
 from types import SimpleNamespace
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.fixes import think_marks, tool_strings
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT
+from deepseek_v4_sm120.sglang_patches.fixes import long_calls, think_marks, tool_strings
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, PROCESS
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import fetch, packages
 from tests.wheel_pools import Stub, Wheel
@@ -149,6 +150,78 @@ def cut_off(tools, replace, reason: str) -> list[str]:
     return ["".join(call.parameters for call in told), "".join(filter(None, sent))]
 
 
+EACH = 48  # of long_calls in this program, whose calls are shorter
+LONG = "".join(f"    if x[{i}] < -{i} and y > '\\n':  # 😀\n" for i in range(18)) + f"# {MARK}\n" + 'x = ["a"]\n' * 18
+LONG_ANSWER = written("tool_calls", {"command": LONG, "n": -7, "o": {"a": LONG[:200]}})
+ENDS = {  # of a stream: the answer, why it ended
+    "whole": (LONG_ANSWER, "stop"),
+    "cut off": (LONG_ANSWER[: len(LONG)], "length"),
+}
+
+
+def streamed(tools, replace, case: str, way) -> dict:
+    """A long call over the chat API: what is told of it, how often the parser was asked and of how many characters, and
+    the most steps that told nothing behind the call's name."""
+    detector, asked, told = importlib.import_module(f"{HOME}.deepseekv4_detector").DeepSeekV4Detector(), [], [[]]
+
+    def parse(text):
+        asked.append(len(detector._buffer) + len(text))
+        found = detector.parse_streaming_increment(text, tools)
+        return found.normal_text, found.calls
+
+    def made(**given):
+        told[-1].append([given.get("name"), given["arguments"]] if "arguments" in given else given.get("content"))
+
+    def chunk(**_):
+        unseen.append("chunk")
+        return SimpleNamespace(model_dump_json=lambda: "chunk")
+
+    kinds = ("ToolCall", "FunctionResponse", "ChatCompletionResponseStreamChoice", "DeltaMessage")
+    unseen, names = [], dict.fromkeys(kinds, made) | {"ChatCompletionStreamResponse": chunk}
+    names |= {"time": SimpleNamespace(time=lambda: 0), "JsonArrayParser": type("JsonArrayParser", (), {})}
+    step = replace(take(fetch(sys.argv[1]), names, PROCESS.partition(":")[2], CHAT_MODULE))
+    nothing = ("_effective_tools", "_get_history_tool_calls_cnt", "_process_tool_call_id")
+    chat = SimpleNamespace(**{name: lambda *_: None for name in nothing})
+    parser = SimpleNamespace(detector=detector, parse_stream_chunk=parse, parse_stream_end=lambda: ("", []))
+    answer, reason = ENDS[case]
+    *texts, last = pieces(answer, way)
+
+    async def stream():
+        for text, why in (*((text, None) for text in texts), (last, {"type": reason})):
+            content = {"meta_info": {"id": "", "finish_reason": why}}
+            async for event in step(chat, 0, text, {0: parser}, content, SimpleNamespace(model="", tools=tools), {}):
+                unseen.remove(event.removeprefix("data: ").strip())
+            told.append([])
+
+    asyncio.run(stream())
+    calls = [call for one in told for call in one if isinstance(call, list)]
+    silent = "".join("t" if any(isinstance(call, list) for call in one) else "." for one in told).strip(".")
+    return {
+        "told": ["".join(call[i] or "" for call in calls) for i in range(2)],
+        "buffer": detector._buffer,
+        "unseen": unseen,
+        "asked": len(asked),
+        "read": sum(asked),
+        "silent": max(map(len, re.split("t+", silent))),
+    }
+
+
+def prefixes() -> list:
+    """[of two texts, what they begin with: SGLang's, ours] where these differ."""
+    module, chance, found = importlib.import_module(f"{HOME}.utils"), random.Random(0), []
+    ours = long_calls.replace_common_prefix(None)
+    for _ in range(500):
+        first = "".join(chance.choices("abé", k=chance.randint(0, 9)))
+        second = first[: chance.randint(0, 9)] + "".join(chance.choices("abé", k=chance.randint(0, 9)))
+        both = [function(first, second) for function in (module._find_common_prefix, ours)]
+        found += [[first, second, *both]] if both[0] != both[1] else []
+    return found
+
+
+def all_streamed(tools, replace) -> dict:
+    return {case: streamed(tools, replace, case, 2) for case in ENDS}
+
+
 def main(version: str) -> dict:
     logging.disable(logging.CRITICAL)
     sys.path.append(str(packages()))
@@ -174,6 +247,8 @@ def main(version: str) -> dict:
     found["marks elsewhere"] = {str(is_told): marked(is_told) for is_told in (False, True)}
     if is_partial:
         found["cut"] = cut_off(tools, lambda original: original, "length")
+        long_calls.EACH = EACH
+        found["long elsewhere"] = streamed(tools, long_calls.replace_process, "cut off", 2)
     found |= {"stock": all_ways(v4, "tool_calls"), "v3.2": all_ways(v32, "function_calls")}
     v32._parse_parameters_from_xml = replace(stock)
     found["elsewhere"] = all_ways(v4, "tool_calls")
@@ -182,6 +257,8 @@ def main(version: str) -> dict:
     found["marks of ours"] = {str(is_told): marked(is_told) for is_told in (False, True)}
     if is_partial:
         ways_to_end = ("length", "stop")
+        found["long, stock"] = all_streamed(tools, lambda original: original)
+        found |= {"long": all_streamed(tools, long_calls.replace_process), "prefixes": prefixes()}
         found["cut, ours"] = [cut_off(tools, tool_strings.replace_check_unstreamed, reason) for reason in ways_to_end]
     found |= {"thoughts": {str(is_told): thoughts(is_told) for is_told in (False, True)}}
     return found | {"ours": all_ways(v4, "tool_calls"), "v3.2 beside ours": all_ways(v32, "function_calls")}

@@ -29,7 +29,7 @@ CALLS = "<｜DSML｜tool_calls>"  # opens a call of DeepSeek-V4's; V3.2 and V4.1
 SIGN = r'<｜DSML｜parameter\s+name="[^"]+"\s+string="false"\s*>\s*-\s*$'  # of a number whose digits are to come
 
 
-def _is_ours(detector) -> bool:
+def is_ours(detector) -> bool:
     return getattr(detector, "bot_token", None) == CALLS and models_served.has_served_card()
 
 
@@ -40,7 +40,7 @@ def replace_parse_parameters(original: Callable) -> Callable:
     @functools.wraps(original)
     def _parse_parameters_from_xml(self, invoke_content):
         told = original(self, invoke_content)
-        return _as_written(self, invoke_content, told)[0] if _is_ours(self) else told
+        return _as_written(self, invoke_content, told)[0] if is_ours(self) else told
 
     return _parse_parameters_from_xml
 
@@ -51,7 +51,7 @@ def replace_parse_partial_parameters(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
-        if not _is_ours(self):
+        if not is_ours(self):
             return original(self, invoke_content, allow_partial)
         if allow_partial:
             invoke_content = re.sub(SIGN, "", invoke_content)
@@ -76,7 +76,7 @@ def replace_check_unstreamed(original: Callable) -> Callable:
     @functools.wraps(original)
     def _check_for_unstreamed_tool_args(self, parser, content, request, index):
         is_cut = content["meta_info"]["finish_reason"]["type"] != "stop"
-        if is_cut and _is_ours(getattr(parser, "detector", parser)):
+        if is_cut and is_ours(getattr(parser, "detector", parser)):
             return None
         return original(self, parser, content, request, index)
 
