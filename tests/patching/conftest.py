@@ -275,11 +275,9 @@ class OpenAIServingResponses:
     async def responses_full_generator(self, request, sampling_params, result_generator, context):
         return request
 """
-SAMPLING_PARAMS = """
-class SamplingParams:
-    def normalize(self, tokenizer):
-        pass
-"""
+SAMPLING_PARAMS = "class SamplingParams:\n    def normalize(self, tokenizer):\n        pass\n"
+STORAGE = "class HiCacheStorage:\n    def register_mem_host_pool_v2(self, host_pool, host_pool_name):\n        pass\n"
+STORAGE += "class HiCacheFile:\n    def _get_suffixed_key(self, key):\n        return key\n"
 MESSAGES = """
 class AnthropicServing:
     def _convert_to_chat_completion_request(self, anthropic_request):
@@ -407,6 +405,7 @@ TREE_0_5_17 = {
     "sglang/_version.py": "__version__ = version = '0.5.17'\n",
     "sglang/srt/managers/scheduler.py": SCHEDULER,
     "sglang/srt/managers/schedule_policy.py": SCHEDULE_POLICY,
+    "sglang/srt/session/session_controller.py": "class Session:\n    def create_req(self, req):\n        return req\n",
     "sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(server_args, model_arch):\n    pass\n",
     "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",
     "sglang/srt/server_args.py": SERVER_ARGS,
@@ -415,6 +414,7 @@ TREE_0_5_17 = {
     "sglang/srt/distributed/device_communicators/pynccl.py": NCCL,
     "sglang/srt/model_executor/runner/prefill_cuda_graph_runner.py": GRAPHS,
     "sglang/srt/mem_cache/hybrid_cache/hybrid_cache_controller.py": COPIES,
+    "sglang/srt/mem_cache/hicache_storage.py": STORAGE,
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND,
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,

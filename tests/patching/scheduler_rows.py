@@ -10,6 +10,8 @@ def expected(version: str) -> dict[str, str]:
     """Patch -> place of its last target."""
     found = {
         "grammar_ends": rows.GRAMMAR_ENDS.targets[since(version, "0.5.16")].where,
+        "replaced_sessions": rows.REPLACED_SESSIONS.targets[0].where,
+        "stored_pages": rows.STORED_PAGES.targets[1].where,
         "preempted_requests": rows.PREEMPTED_REQUESTS.targets[-1 + since(version, "0.5.22")].where,
     }
     if not since(version, "0.5.13"):

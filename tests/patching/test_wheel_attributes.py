@@ -379,6 +379,12 @@ OBJECTS = {
         "self.tp_worker": ((f"{SRT}.managers.tp_worker:TpModelWorker",),),
         "self.tp_worker.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
     },
+    "replaced_sessions": {
+        "req": ((f"{SRT}.managers.io_struct:TokenizedGenerateReqInput",),),
+        "asked": ((f"{SRT}.managers.io_struct:SessionParams",),),
+        "node": ((f"{SRT}.session.session_controller:SessionReqNode",),),
+    },
+    "stored_pages": {"host_pool": ((f"{SRT}.mem_cache.memory_pool_host:DeepSeekV4StateHostPool",),)},
     "loaded_prefixes": {
         "self.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
         "pool": ((f"{POOL}:DeepSeekV4TokenToKVPool",),),

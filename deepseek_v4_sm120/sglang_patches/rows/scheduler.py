@@ -17,12 +17,14 @@ BITMASK = "bitmask_ops:apply_token_bitmask_inplace_triton"
 OF_BITMASK = Parameters(("logits", "bitmask", "indices=None"))
 CACHE_CONTROLLER = "sglang.srt.managers.cache_controller:HiCacheController"
 HYBRID_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController"
+STORAGE = "sglang.srt.mem_cache.hicache_storage"
 GRAPH_INPUTS = "sglang.srt.model_executor.cuda_graph_runner:DecodeInputBuffers"
 
 _grammars = targets_of_fix("grammars")
 _beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stripped_thoughts")
 _preempted, _grammar_ends = targets_of_fix("preempted_requests"), targets_of_fix("grammar_ends")
 _fenced, OF_SELF = targets_of_fix("fenced_copies"), Parameters(("self",))
+_stored = targets_of_fix("stored_pages")
 _mixed, BATCH = targets_of_fix("mixed_chunks"), "sglang.srt.managers.schedule_batch:ScheduleBatch"
 
 LONGEST_PROMPT = Patch(
@@ -212,4 +214,34 @@ FREED_WINDOWS = Patch(
     ),
     retire="with SGLang 0.5.18",
     absent="up to 0.5.17 windows are freed at once, from 0.5.19 on they are looked up before",
+)
+
+REPLACED_SESSIONS = Patch(
+    name="replaced_sessions",
+    why="a request that replaces all requests of its session, so one that says replace and names no rid, ends the "
+    "server for all: they are taken out of a dict while it is walked through",
+    targets=(
+        targets_of_fix("replaced_sessions")(
+            "sglang.srt.session.session_controller:Session.create_req",
+            "create_request",
+            Parameters(("self", "req"), further="any"),
+        ),
+    ),
+    retire="when SGLang walks through a copy",
+)
+
+STORED_PAGES = Patch(
+    name="stored_pages",
+    why="a hierarchical cache's files are named by tokens, pool and model, not by how long a page's rows are: a server "
+    "without DSPARK takes the compressors' states that one with it has written to the same folder, twice as long, for "
+    "its own, and nothing says so (sglang #33268, open, has the same of --kv-cache-dtype)",
+    targets=(
+        _stored(
+            f"{STORAGE}:HiCacheStorage.register_mem_host_pool_v2",
+            "register",
+            Parameters(("self", "host_pool", "host_pool_name"), overridden_by=("HiCacheStorageFailureInjector",)),
+        ),
+        _stored(f"{STORAGE}:HiCacheFile._get_suffixed_key", "suffixed", Parameters(("self", "key"))),
+    ),
+    retire="when SGLang's names have the form of what is stored",
 )
