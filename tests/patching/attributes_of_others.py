@@ -1,0 +1,62 @@
+"""What adapters read of objects that are not SGLang's, and what they read where something else is there, for
+test_wheel_attributes.py."""
+
+import torch
+
+# what is ours, torch's or Python's, by adapter; "*": in any
+OURS = {
+    "*": {"settings()", "original", "kept", "engine", "engine.steering", "function"},
+    "all_reduce": {"asked", "communicator", "communicator.sums", "found", "place", "places[0]", "verdict"},
+    "argument_defaults": {"c", "v", "engine.profile", "found.hf_config", "engine.steering.outcome('reproducible')"},
+    "bf16_linear_dealt": {"communicator", "communicator.product_tags", "group"},
+    "prompt_passes": {"communicator"},
+    "compressor": {"layout"},
+    "effort_levels": {"file", "importlib.import_module('huggingface_hub')"},
+    "fp8_linear": {"process"},
+    "fp8_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
+    **{"handed_over": {"_loading", "process"}, "held_latents": {"product"}},
+    "index_select": {"_forward", "deferred", "scores"},
+    "index_select_dealt": {"_prompt"},
+    "mhc": {"x"},
+    "mhc_dealt_streams": {"_pass", "_pass.layer", "f", "shares"},
+    **dict.fromkeys(("mhc_owed_sum", "mhc_owed_terms"), {"x"}),
+    "mhc_sum": {"ours", "ours.sums"},
+    "min_p_verify": {"of_batch"},
+    "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours", "routed", "type(method).apply"},
+    **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
+    "sparse_decode": {"_backend", "call", "kv_page_layout()"},
+    "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
+    "argument_names": {"chunk", "names", "recipe", "tokenizer"},
+    **{
+        "nccl_start": {"teller", "verdict", "peer"},
+        "penalties": {"changes", "kind", "told"},
+        "prompt_logprobs": {"of_pass"},
+    },
+    **{"stop_sequences": {"listening"}, "unknown_tokens": {"asked"}, "echoed_items": {"raw_request"}},
+    **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
+    **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
+    "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
+    "prompts_in_halves": {
+        *("_running", "_trials", "batch.forward_mode", "cut", "made"),
+        *("half", "half.halves", "made.halves", "rows", "tried", "work"),
+    },
+    "halves_in_graphs": {
+        *("batch.forward_mode", "cut", "half", "halves", "other", "work", "eager", "captured", "super()"),
+    },
+    "turns": {"_kept", "_worker()", "behind", "contextvars.copy_context()", "place", "stack"},
+    "waiting": {"kind", "w", "waiting"},
+    "wo_a": {
+        *("FORWARD", "expanded", "given", "groups", "groups.stored", "load", "parameter", "rotation", "signature"),
+        *("layer.quant_method", "param", "stored", "weight"),
+    },
+}
+OF_TENSORS_AND_OTHERS = {name for one in (torch.Tensor, dict, list, str, set) for name in dir(one)} | {"__name__"}
+# read where another attribute of the object is there: (adapter, object, attribute) -> that one
+GUARDED = {
+    ("all_reduce", "context", "get_schedule"): "max_speculative_num_draft_tokens",
+    ("all_reduce", "context", "max_speculative_num_draft_tokens"): "max_speculative_num_draft_tokens",
+    ("index_select_dealt", "context", "get_server_args"): "get_server_args",
+    ("argument_defaults", "server_args", "get_model_config"): "get_model_config",
+    ("waiting_chunks", "cache", "is_chunk_cache"): "is_chunk_cache",
+    ("waiting_chunks", "request", "prefix_indices"): "prefix_indices",
+}
