@@ -68,7 +68,10 @@ def expected(version: str) -> dict[str, str]:
         found["updated_sinks"] = MODEL_RUNNER + ("_components.weight_updater" if since(version, "0.5.16") else "")
         found["loaded_prefixes"] = PREFILL_RUNNER
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
+        found["min_tokens"] = DSPARK_VERIFY if since(version, "0.5.18") else EAGLE
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+        if not since(version, "0.5.21"):
+            found["draft_probabilities"] = "sglang.srt.speculative.eagle_draft_cuda_graph_runner"
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
