@@ -43,6 +43,8 @@ from tests.patching.wheels import RELEASES, WheelSources, check_once, content, e
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 SAMPLER, MARLIN = (where.partition(":")[0] for where in (DRAW, MARLIN_EXPERTS))
 PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
+STATE, ROPE = "sglang.srt.distributed.parallel_state", "sglang.kernels.ops.attention.deepseek_v4_rope"
+DRAFT_RUNNER = "sglang.srt.speculative.eagle_draft_cuda_graph_runner"
 EVERYWHERE = {
     **{"stripped_thoughts": scheduler.REQUEST.partition(":")[0], "nccl_start": NCCL},
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
@@ -62,18 +64,17 @@ def expected(version: str) -> dict[str, str]:
     ours = http_rows.expected(version) | scheduler_rows.expected(version)
     ours |= SINCE_0_5_23 if since(version, "0.5.23") else {}
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
-    if not since(version, "0.5.19"):
-        found["held_latents"] = MODEL
-    if since(version, "0.5.13"):
-        found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
+    found |= {} if since(version, "0.5.19") else {"held_latents": MODEL}
+    found |= {"all_reduce": STATE, "dealt_index": INDEXER} if since(version, "0.5.13") else {}
     if since(version, "0.5.14"):
         found["updated_sinks"] = MODEL_RUNNER + ("_components.weight_updater" if since(version, "0.5.16") else "")
         found["loaded_prefixes"] = PREFILL_RUNNER
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
+        found["min_tokens"] = DSPARK_VERIFY if since(version, "0.5.18") else EAGLE
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+        found |= {} if since(version, "0.5.21") else {"draft_probabilities": DRAFT_RUNNER}
     if since(version, "0.5.14") and not since(version, "0.5.18"):
-        places = "sglang.kernels.ops.attention" if since(version, "0.5.16") else "sglang.srt.layers"
-        found["plain_angles"] = f"{places}.deepseek_v4_rope"
+        found["plain_angles"] = ROPE if since(version, "0.5.16") else "sglang.srt.layers.deepseek_v4_rope"
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
