@@ -15,6 +15,8 @@ IMPLEMENTATIONS = {
     "layers_stock_eagle314": "SGLang stock (FlashMLA, Hopper), EAGLE 3/1/4",
 }
 MOST_OF_STOCK = 1.0
+PLAIN = ("target, extend", "target, decode")  # passes that a case must have shown
+DRAFTED = ("target, extend", "target, target_verify", "draft, extend", "draft, decode", "draft, draft_extend_v2")
 PLANTED = {"layers_eagle314_blind": "blind behind the first draft"}  # a fault that the case is there to show
 
 
@@ -33,6 +35,8 @@ def case_rows(row, name: str, case: dict, stock: dict | None) -> list:
 
     broke = case["exit"] != 0 or case["compared"] != 0
     add("all", "an engine or its comparison that broke", int(broke), 0)
+    seen = {group["mode"] for group in case["groups"]}
+    add("all", "kinds of passes that nobody saw", len(set(DRAFTED if "eagle" in name else PLAIN) - seen), 0)
     for group in case["groups"]:
         what = f"{group['what']}, {group['mode']}"
         add(what, f"relative error beside float64, {group['rows']} rows", group["error"])
@@ -51,6 +55,6 @@ def case_rows(row, name: str, case: dict, stock: dict | None) -> list:
         if planted in told:
             add(what, f"share of the fault that is there, {planted}, off 1", abs(told[planted] - 1), SHARE)
     if name in PLANTED and not broke:
-        seen = any(PLANTED[name] in group["faults"] for group in case["groups"])
-        add("all", "a planted fault that was not looked for", int(not seen), 0)
+        looked_for = any(PLANTED[name] in group["faults"] for group in case["groups"])
+        add("all", "a planted fault that was not looked for", int(not looked_for), 0)
     return found
