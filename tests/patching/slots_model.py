@@ -71,6 +71,8 @@ class Rows:
 class Pools:
     """speculative: rings of states are twice a window, as SGLang's are."""
 
+    groups = (SHORT, LONG)  # that a pass has, beside the windows
+
     def __init__(self, tokens: int, window_tokens: int, requests: int, speculative: bool):
         self.short_ring, self.long_ring = (16, 2 * LONG) if speculative else (2 * SHORT, LONG)
         self.short_kept = self.short_ring - 2 * SHORT + 2 if speculative else 0  # c_plan.cuh's mtp_pad
@@ -127,15 +129,15 @@ class Pools:
         for rows, hashes, places in written:
             first = min(rows.end // LONG * LONG, rows.end - self.long_kept)
             for position, hashed, place in zip(range(rows.start, rows.end), hashes, places, strict=True):
-                if decode or self.is_kept(position, rows.end):
+                if SHORT in self.groups and (decode or self.is_kept(position, rows.end)):
                     self.short_state[self.short_slot(place)] = hashed
-                if decode or position >= first:
+                if LONG in self.groups and (decode or position >= first):
                     self.long_state[self.long_slot(rows.request, position)] = hashed
 
     def _compress(self, rows, hashes, windows_of, row, decode):
         for index, position in enumerate(range(rows.start, rows.end)):
             for group, length, pool in ((SHORT, 2 * SHORT, self.short), (LONG, LONG, self.long)):
-                if (position + 1) % group:
+                if (position + 1) % group or group not in self.groups:
                     continue
                 for read in range(max(0, position - length + 1), position + 1 if decode else min(rows.start, position)):
                     is_short = group == SHORT
@@ -151,7 +153,8 @@ class Pools:
         held = self.windows[windows_of[row[first : rows.end]]]
         if (held != expected).any():
             raise Wrong(f"{rows.name}: window of {rows.start} at {first + int((held != expected).argmax())}")
-        for group, pool in ((SHORT, self.short), (LONG, self.long)):
+        for group in self.groups:
+            pool = self.short if group == SHORT else self.long
             ends = range(group - 1, rows.end, group)
             expected = [rows.truth.hash_at(e) if e < rows.start else hashes[e - rows.start] for e in ends]
             held = pool[row[list(ends)] // group] if ends else np.array([])

@@ -49,9 +49,14 @@ class Load:
     def __init__(self, version, case, seed):
         self.chance = random.Random(seed)
         self.case = {"windows": 16, "chunk": 4, "requests": 6, "drafts": 0, "overlap": True, "radix": True} | case
-        self.case |= {"tokens": 60, "mixed": case.get("mixed", False), "priority": case.get("priority", False)}
-        self.scheduler, self.worker, self.ended = scheduler_of(version, self.case, self.chance)
+        self.case = (
+            {"tokens": 60} | self.case | {"mixed": case.get("mixed", False), "priority": case.get("priority", False)}
+        )
+        self.scheduler, self.worker, self.ended = self.server(version)
         self.live, self.texts, self.arrived = {}, [], 0
+
+    def server(self, version):
+        return scheduler_of(version, self.case, self.chance)
 
     def arrive(self):
         chance = self.chance
@@ -66,6 +71,7 @@ class Load:
         self.scheduler._add_request_to_queue(request)
 
     def step(self):
+        self.advance()
         case, scheduler, chance = self.case, self.scheduler, self.chance.random()
         modules = everything()
         if chance < 0.2 and len(self.live) < 12:
@@ -104,10 +110,14 @@ class Load:
             self.step()
         idle = 0
         while self.live or idle < 3:
+            self.advance()
             idle = 0 if turn(self.scheduler, self.case["overlap"]) else idle + 1
             self.look_at_answers()
             if idle > 100:
                 raise model.Wrong(f"{sorted(self.live)} wait for ever")
+
+    def advance(self):
+        """Nothing goes on beside a turn here."""
 
 
 def turn(scheduler, overlap):
@@ -210,6 +220,10 @@ def main():
     found["alone"] = {name: outcome(version, *rest)["wrong"] for name, rest in asked.items()}
     everything().take_ours()
     found["with ours"] = {name: outcome(version, *rest) for name, rest in asked.items()}
+    if seeds:
+        from tests.patching import slots_hierarchy
+
+        found["hierarchy"] = slots_hierarchy.of_suite(version)
     print(json.dumps(found))
 
 

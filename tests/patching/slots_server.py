@@ -382,16 +382,26 @@ def publish(version, case):
     return arguments
 
 
-def caches(version, case):
-    """-> requests' rows, allocator, prefix cache"""
-    found, size = everything(), {name: case[name] * model.PAGE for name in ("tokens", "windows")}
+def caches(version, case, _):
+    """-> requests' rows, allocator, prefix cache; by the server's arguments"""
+    found = everything()
     kept = {"__init__": lambda self: None, "device": "cpu", "swa_req_ring_size": None, "layer_transfer_counter": None}
     kept["register_mapping"] = lambda self, mapping: setattr(self, "full_to_swa_index_mapping", mapping)
     kept["translate_loc_from_full_to_swa"] = lambda self, slots: self.full_to_swa_index_mapping[slots]
     base = found.windows.BaseSWAKVPool
     kept = {name: lambda self, *_, **__: None for name in base.__abstractmethods__} | kept
-    requests = found.pools.ReqToTokenPool(case["requests"], 800, "cpu", False)
     pool = type("Pool", (base,), kept)()
+    requests, allocator, params = owners(case, pool)
+    tree = found.tree.UnifiedRadixCache
+    if not case["radix"] and not since(version, "0.5.22"):
+        tree = importlib.import_module(f"{SRT}.mem_cache.chunk_cache").SWAChunkCache
+    return requests, allocator, tree(params)
+
+
+def owners(case, pool):
+    """-> requests' rows, a device's pool's allocator, what a prefix cache is made of"""
+    found, size = everything(), {name: case[name] * model.PAGE for name in ("tokens", "windows")}
+    requests = found.pools.ReqToTokenPool(case["requests"], 800, "cpu", False)
     sizes = (size["tokens"], size["windows"], model.PAGE, torch.int64, "cpu", pool)
     allocator = found.swa.SWATokenToKVPoolAllocator(*sizes, need_sort=False)
     for part in (allocator.full_attn_allocator, allocator.swa_attn_allocator):
@@ -402,19 +412,16 @@ def caches(version, case):
         **{"page_size": model.PAGE, "is_eagle": bool(case["drafts"]), "sliding_window_size": model.WINDOW},
         **{"chunked_prefill_size": case["chunk"] * model.PAGE, "tree_components": (kind.FULL, kind.SWA)},
     }
-    tree = found.tree.UnifiedRadixCache
-    if not case["radix"] and not since(version, "0.5.22"):
-        tree = importlib.import_module(f"{SRT}.mem_cache.chunk_cache").SWAChunkCache
-    return requests, allocator, tree(found.init.CacheInitParams(**params))
+    return requests, allocator, found.init.CacheInitParams(**params)
 
 
-def scheduler_of(version, case, chance):
-    """-> a scheduler, its worker, where it sends what has ended"""
-    found, arguments = everything(), publish(version, case)
-    requests, allocator, tree = caches(version, case)
+def scheduler_of(version, case, chance, made_by=None):
+    """-> a scheduler, its worker, where it sends what has ended. made_by: what makes caches, pools and the worker."""
+    found, arguments, made_by = everything(), publish(version, case), made_by or MADE_BY
+    requests, allocator, tree = made_by.caches(version, case, arguments)
     sizes = {name: case[name] * model.PAGE for name in ("tokens", "windows", "chunk")}
-    pools = model.Pools(sizes["tokens"], sizes["windows"], case["requests"], bool(case["drafts"]))
-    worker, ended = Worker(pools, requests, allocator, case["drafts"], chance), Ended(version)
+    pools = made_by.pools(sizes["tokens"], sizes["windows"], case["requests"], bool(case["drafts"]))
+    worker, ended = made_by.worker(pools, requests, allocator, case["drafts"], chance), Ended(version)
     scheduler_class = type("Scheduler", (found.scheduler.Scheduler,), {"__getattr__": unknown})
     scheduler = scheduler_class.__new__(scheduler_class)
     same = {
@@ -462,6 +469,9 @@ def scheduler_of(version, case, chance):
     scheduler.init_invariant_checker()
     scheduler.enable_skip_finishing_decode, scheduler.result_queue = case["overlap"], deque()
     return scheduler, worker, ended
+
+
+MADE_BY = SimpleNamespace(caches=caches, pools=model.Pools, worker=Worker)
 
 
 def unknown(self, name):

@@ -32,7 +32,7 @@ def check_what_ours_mends(found, names):
 def test_every_slot_holds_what_its_readers_take_it_for():
     """Prompts in chunks, prefixes, drafts, ends, aborts, retraction, pauses, flushes; and each fault that is put into
     0.5.23, or into what is known of a pass, is seen, as are those of its own that `preempted_requests` and
-    `waiting_chunks` mend."""
+    `waiting_chunks` mend. The same with a hierarchical cache."""
     found = loaded("0.5.23", SEEDS)
     assert {name: case["wrong"] for name, case in found["cases"].items() if case["wrong"]} == {}
     for name, case in found["cases"].items():
@@ -42,6 +42,19 @@ def test_every_slot_holds_what_its_readers_take_it_for():
     assert {name: wrong for name, wrong in found["wrong ones"].items() if not is_seen(wrong)} == {}
     assert len(found["wrong ones"]) == 4
     check_what_ours_mends(found, {"priorities", "two chunks"})
+    check_hierarchy(found["hierarchy"])
+
+
+def check_hierarchy(found):
+    """What goes to the host and the disk and comes back is what it was; each fault is seen, and so is a server without
+    DSPARK that reads the files of one with it."""
+    assert {name: case["wrong"] for name, case in found["cases"].items() if case["wrong"]} == {}
+    assert all(case["seen"]["kept"] > 50 and case["seen"]["loaded"] > 10 for case in found["cases"].values())
+    assert {name: wrong for name, wrong in found["wrong ones"].items() if not is_seen(wrong)} == {}
+    assert len(found["wrong ones"]) == 6
+    assert "state of" in found["alone"]["wrong"] and is_seen(found["alone"]["wrong"])
+    of_another, of_another_form, own = found["with ours"]["read"]
+    assert found["with ours"]["wrong"] is None and of_another == of_another_form == 0 and own > 10
 
 
 def test_answers_that_have_no_room_beside_a_prompt_sit_out_its_pass():
