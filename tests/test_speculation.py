@@ -71,7 +71,7 @@ def test_what_is_recommended_is_safe_in_its_release(version):
         (("--concurrency", "1", "--load", STRUCTURE), "0.5.17", (EAGLE, 2)),
         (("--model", "flash-0731"), "0.5.17", (DSPARK, 3)),
         (("--model", "flash-0731", "--concurrency", "1"), "0.5.23", (DSPARK, 3)),
-        (("--model", "flash-0731", "--concurrency", "1", "--load", STRUCTURE), "0.5.18", (DSPARK, 6)),
+        (("--model", "flash-0731", "--concurrency", "1", "--load", STRUCTURE), "0.5.18", (DSPARK, 4)),
         (("--model", "flash-0731", "--concurrency", "1", "--load", STRUCTURE), "0.5.17", (DSPARK, 3)),
         (("--model", "flash-0731", "--block", "4"), "0.5.23", (DSPARK, 4)),
         (("--spec", "none"), "0.5.23", None),
@@ -319,7 +319,8 @@ def test_doctor_fails_a_server_that_answers_wrongly():
     [
         ("0.5.17", 6, {}, {FAIL, WARN}),  # and what each of its cards draws
         ("0.5.23", 6, {}, {WARN}),
-        ("0.5.23", 7, {}, set()),
+        ("0.5.23", 5, {}, set()),
+        ("0.5.23", 7, {}, {WARN}),
         ("0.5.17", 4, {}, {WARN}),
         ("0.5.19", 4, {}, set()),
         ("0.5.17", 4, {"SGLANG_RAGGED_VERIFY_MODE": "compact"}, {FAIL, WARN}),
@@ -342,4 +343,17 @@ def test_doctor_of_operators_that_are_not_in_place():
 
 
 def test_every_kind_is_met_somewhere():
-    assert {hazard.kind for hazard in speculation.HAZARDS} == {WRONG, STOPS, DOUBT} and OK not in (WRONG, STOPS, DOUBT)
+    kinds = {WRONG, STOPS, DOUBT, speculation.REFUSED}
+    assert {hazard.kind for hazard in speculation.HAZARDS} == kinds and OK not in kinds
+
+
+def test_a_block_longer_than_the_drafters_is_told():
+    def told(block, trained):
+        asked = Speculation(DSPARK, block + 1, trained=trained)
+        return [kind for kind, _ in speculation.hazards((0, 5, 23), asked, OPS) if kind == speculation.REFUSED]
+
+    assert told(6, 5) and told(8, 7) and not (told(4, 5) or told(5, 5) or told(7, 7))
+    words = ["--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "7"]
+    assert of_command(words, {}, 7).trained == 7 and of_command(words, {}, None).trained == 5
+    (found,) = findings(speculating(DSPARK, 8, "0.5.23"), {})
+    assert found.state == WARN and "4.4%" in found.cost and "block-size 4" in found.fix

@@ -26,10 +26,11 @@ DSPARK_SINCE, DSPARK_SYNCED_SINCE = (0, 5, 16), (0, 5, 19)
 # the rows of which the compressors' state survives whatever is accepted: a constant, then what C4's ring of 16 holds
 KEPT_ROWS, KEPT_BY_THE_RING, RING_SINCE = 4, 10, (0, 5, 18)
 PLANNED_SINCE = (0, 5, 14)  # `compressor` writes the state of all rows
-UNTOUCHED_DRAFT_BLOCK = 5  # of the 0731 checkpoint: what a server takes that is not told a block
+UNTOUCHED_DRAFT_BLOCK = 5  # of the 0731 checkpoint: what a server takes that is not told a block, and was trained with
 
 TEXT, STRUCTURE = "text", "structure"
 WRONG, STOPS, DOUBT = "answers are wrong", "the server stops", "in doubt"
+REFUSED = "hardly a draft is accepted"
 
 Version = tuple[int, ...]
 
@@ -38,7 +39,8 @@ Version = tuple[int, ...]
 class Speculation:
     """What a server speculates with. mode: of SGLANG_RAGGED_VERIFY_MODE, None where nobody tells; host_plan:
     SGLANG_PREP_IN_CUDA_GRAPH is off; symmetric: --enable-symm-mem; cards: of tensor parallelism; stages: of pipeline
-    parallelism; may_have_stages: SGLANG_ENABLE_PP_SPEC is on, or the server makes prompts for others."""
+    parallelism; may_have_stages: SGLANG_ENABLE_PP_SPEC is on, or the server makes prompts for others; trained: the
+    block of the checkpoint's drafter."""
 
     algorithm: str
     rows: int
@@ -48,6 +50,7 @@ class Speculation:
     cards: int = 1
     stages: int = 1
     may_have_stages: bool = False
+    trained: int = UNTOUCHED_DRAFT_BLOCK
 
     @property
     def block(self) -> int:
@@ -214,11 +217,22 @@ HAZARDS = (
         "a block of 5",
         "it corrupted answers on SM120 where 3, 4, 6 and 7 did not, in 0.5.16 with the rewrite mended; the cause that "
         "was found (symmetric memory, SGLang's mHC) is not there without --enable-symm-mem, but the thread is open",
-        "--speculative-dspark-block-size 3, 4, 6 or 7",
+        "--speculative-dspark-block-size 3 or 4",
         "sglang #33800",
         since=RING_SINCE,
         before=None,
         applies=lambda s: s.algorithm == DSPARK and s.block == UNTOUCHED_DRAFT_BLOCK,
+    ),
+    Hazard(
+        REFUSED,
+        "a block longer than its drafter was trained with",
+        "each row of a block sees all of it, so that the first drafts are other ones, too: of 0731's, trained with 5, "
+        "4.4% were accepted of 7 drafts where of 5 34.7% were, and 13.6 for 23.8% with another user",
+        f"--speculative-dspark-block-size {UNTOUCHED_DRAFT_BLOCK - 1} or fewer",
+        "vllm #41834; DeepSpec's paper",
+        since=DSPARK_SINCE,
+        before=None,
+        applies=lambda s: s.algorithm == DSPARK and s.block > s.trained,
     ),
 )
 
@@ -265,7 +279,11 @@ ADVICE = {
     ),
     (EAGLE, STRUCTURE): Advice(2, "by bytes 12% ahead of 1 draft at 90% acceptance; a third is seldom accepted"),
     (DSPARK, TEXT): Advice(3, "each row reads 1.6 GB more a card on two cards; 5 is in doubt on SM120 (sglang #33800)"),
-    (DSPARK, STRUCTURE): Advice(6, "what one user's tool calls run with on eight cards (sglang #40877)"),
+    (DSPARK, STRUCTURE): Advice(
+        4,
+        "longer than the 5 that its drafter was trained with costs the first drafts, too (vllm #41834), though one "
+        "user's tool calls run with 6 (sglang #40877); 5 is in doubt on SM120 (sglang #33800)",
+    ),
 }
 ADVICE_OF_MANY = {
     EAGLE: Advice(1, "within 7% of the best depth up to 8 streams, by bytes at 80% acceptance"),
@@ -329,6 +347,7 @@ def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_bloc
     else:
         block = EAGLE_STEPS if steps is None else steps
     given = {"symmetric": found.enable_symm_mem, "cards": found.cards, "stages": found.stages}
+    given["trained"] = checkpoint_block or UNTOUCHED_DRAFT_BLOCK
     may_have_stages = found.disaggregation_mode == "prefill" or environ.get(STAGES_VARIABLE, "").lower() in YES
     return Speculation(algorithm, block + 1, **given, may_have_stages=may_have_stages, **of_variables(environ))
 

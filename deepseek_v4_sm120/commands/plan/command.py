@@ -17,7 +17,15 @@ from deepseek_v4_sm120.commands.doctor.visible import ORDER, VISIBLE
 from deepseek_v4_sm120.commands.plan import launch, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
-from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, STRUCTURE, TEXT, Speculation, advise
+from deepseek_v4_sm120.commands.speculation import (
+    DSPARK,
+    EAGLE,
+    STRUCTURE,
+    TEXT,
+    UNTOUCHED_DRAFT_BLOCK,
+    Speculation,
+    advise,
+)
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version, tells_release
 from deepseek_v4_sm120.patching.steering import Steering
@@ -122,7 +130,8 @@ def _speculation(request: Request, spec: str | None, block: int | None) -> Specu
         return None
     algorithm = request.model.drafter if spec is None else DRAFTERS[spec]
     advised = advise(request.version, algorithm, request.concurrency, request.load).block
-    return Speculation(algorithm, 1 + (advised if block is None else block), cards=request.gpus)
+    rows, trained = 1 + (advised if block is None else block), request.model.dspark_block or UNTOUCHED_DRAFT_BLOCK
+    return Speculation(algorithm, rows, cards=request.gpus, trained=trained)
 
 
 def _sums(measured: profile.Profile, gpus: int) -> dict[str, dict[int, float]]:
