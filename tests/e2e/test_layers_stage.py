@@ -37,7 +37,6 @@ PROMPT = 150
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    pytest.importorskip("safetensors")
     folder = tmp_path_factory.mktemp("checkpoint")
     layers_weights.write(folder, CONFIG, "cpu")
     return layers_compare.tensors_of(folder, "cpu")
