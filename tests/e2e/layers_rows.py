@@ -15,6 +15,7 @@ IMPLEMENTATIONS = {
     "layers_stock_eagle314": "SGLang stock (FlashMLA, Hopper), EAGLE 3/1/4",
 }
 MOST_OF_STOCK = 1.0
+OTHERWISE = 0.02  # of the rows, that may be another choice; they count neither as error nor as fault
 PLAIN = ("target, extend", "target, decode")  # passes that a case must have shown
 DRAFTED = ("target, extend", "target, target_verify", "draft, extend", "draft, decode", "draft, draft_extend_v2")
 PLANTED = {"layers_eagle314_blind": "blind behind the first draft"}  # a fault that the case is there to show
@@ -35,15 +36,18 @@ def case_rows(row, name: str, case: dict, stock: dict | None) -> list:
 
     broke = case["exit"] != 0 or case["compared"] != 0
     add("all", "an engine or its comparison that broke", int(broke), 0)
+    was_planted = False
     seen = {group["mode"] for group in case["groups"]}
     add("all", "kinds of passes that nobody saw", len(set(DRAFTED if "eagle" in name else PLAIN) - seen), 0)
     for group in case["groups"]:
         what = f"{group['what']}, {group['mode']}"
         add(what, f"relative error beside float64, {group['rows']} rows", group["error"])
-        if errors.get((group["what"], group["mode"])):
-            ours = group["error"] / errors[group["what"], group["mode"]]
+        stocks = errors.get((group["what"], group["mode"]))
+        if stocks:
+            ours = None if group["error"] is None else group["error"] / stocks
             add(what, "relative error, of stock's", ours, MOST_OF_STOCK)
-        add(what, "rows of another choice (experts, entries)", group["outliers"])
+        bar = OTHERWISE * group["rows"] if judged else None
+        add(what, "rows of another choice (experts, entries)", group["outliers"], bar)
         told = {k: f["share"] for k, f in group["faults"].items() if f["reach"] < CLEAR and f["strength"] >= STRONG}
         if not told:
             continue
@@ -54,7 +58,7 @@ def case_rows(row, name: str, case: dict, stock: dict | None) -> list:
         planted = PLANTED.get(name)
         if planted in told:
             add(what, f"share of the fault that is there, {planted}, off 1", abs(told[planted] - 1), SHARE)
+        was_planted |= planted in told
     if name in PLANTED and not broke:
-        looked_for = any(PLANTED[name] in group["faults"] for group in case["groups"])
-        add("all", "a planted fault that was not looked for", int(not looked_for), 0)
+        add("all", "a planted fault that was not told", int(not was_planted), 0)
     return found

@@ -288,6 +288,9 @@ def test_the_rows_tell_a_fault_and_a_case_that_broke():
     assert missed == ["greatest share of 2 known faults"]
     assert [row["met"] for row in rows_of({"compared": None})] == [False, False]
     assert [row["metric"] for row in rows_of({}) if row["met"] is False] == ["kinds of passes that nobody saw"]
+    elsewhere = group() | {"outliers": 3, "error": None}  # all rows are more than OUTLIER off, or no numbers
+    missed = [row["metric"] for row in rows_of({"groups": [elsewhere]}) if row["met"] is False]
+    assert missed == ["rows of another choice (experts, entries)"]
     weak = group(a=0.9)
     weak["faults"]["a"]["strength"] = layers_rows.STRONG / 2
     assert all(row["met"] is not False for row in rows_of({"groups": [weak]}))
@@ -300,5 +303,8 @@ def test_the_rows_tell_a_fault_and_a_case_that_broke():
     found = rows_of({"groups": [group(a=0.1)]}, layers_stock=stock)
     missed = [(row["metric"], row["value"]) for row in found if row["met"] is False and row["impl"].startswith("ours")]
     assert missed == [("relative error, of stock's", 2)]
+    hidden = group(**{planted: 1.0})
+    hidden["faults"][planted]["reach"] = 1.0
+    assert any(row["met"] is False for row in rows_of({"groups": [hidden]}, "layers_eagle314_blind"))
     unseen = rows_of({"groups": [group(a=0.1)]}, "layers_eagle314_blind")
-    assert [row["metric"] for row in unseen if row["met"] is False] == ["a planted fault that was not looked for"]
+    assert [row["metric"] for row in unseen if row["met"] is False] == ["a planted fault that was not told"]
