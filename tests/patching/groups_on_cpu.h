@@ -1,62 +1,15 @@
 // What SGLang's planner of groups and its kernels for groups of 4 need of CUDA, of its own headers and of tvm-ffi, for a
-// CPU and this interpreter's tensors: test_wheel_groups.py puts their text behind it. A launch is a loop over its threads;
-// none of them waits for another.
-#include <cfloat>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <initializer_list>
-#include <limits>
-#include <memory>
-#include <ranges>
-#include <stdexcept>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
-#define __global__
-#define __device__
-#define __host__
-#define __launch_bounds__(...)
-#define __grid_constant__
-#define __restrict__
-#define __shared__ static
-#define SGL_DEVICE inline
-#define SGL_DEVICE_HOST inline
-using std::max;
-using std::min;
+// CPU and this interpreter's tensors: test_wheel_groups.py puts their text behind wheels_on_cpu.h and it. A launch is a
+// loop over its threads; none of them waits for another.
 
 struct Index {
   uint32_t x = 0;
 };
 static Index threadIdx, blockIdx, blockDim;
-struct uint2 {
-  uint32_t x, y;
-};
 
-inline float __expf(float x) { return std::exp(x); }
 // of kernels that are only compiled here
 inline void __syncthreads() {}
-inline uint32_t atomicAdd(uint32_t*, uint32_t) { throw std::logic_error("atomicAdd"); }
-inline uint32_t __shfl_up_sync(uint32_t, uint32_t, int) { throw std::logic_error("shuffle"); }
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t, uint32_t, int) { throw std::logic_error("shuffle"); }
-
-enum { cudaMemcpyHostToDevice };
-inline int cudaMemcpyAsync(void* to, const void* from, size_t size, int, void*) {
-  std::memcpy(to, from, size);
-  return 0;
-}
-
-constexpr uint8_t kDLUInt = 1;
-constexpr int kDLCPU = 1, kDLGPU = 2, kDLCUDA = 2;
-struct DLDataType {
-  uint8_t code, bits;
-  uint16_t lanes;
-};
-struct DLDevice {
-  int device_type, device_id;
-};
 
 namespace tvm::ffi {
 struct TensorView {

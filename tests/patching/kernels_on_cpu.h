@@ -1,37 +1,11 @@
 // What SGLang's kernels between our operators need of CUDA, of its own headers and of tvm-ffi, for a CPU and this
-// interpreter's tensors: kernels_on_cpu.py puts their text behind it. A block's threads have turns (turns_on_cpu.h);
-// numbers are rounded here by their definition, not by the text that is tested.
-#include <array>
-#include <bit>
-#include <cfloat>
-#include <cmath>
-#include <concepts>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <initializer_list>
-#include <limits>
-#include <memory>
-#include <optional>
-#include <ranges>
-#include <stdexcept>
-#include <type_traits>
-#include <utility>
-#include <vector>
+// interpreter's tensors: kernels_on_cpu.py puts their text behind wheels_on_cpu.h and it. A block's threads have turns
+// (turns_on_cpu.h); numbers are rounded here by their definition, not by the text that is tested.
 
 #include "turns_on_cpu.h"
 
-#define __global__
-#define __device__
-#define __host__
-#define __launch_bounds__(...)
-#define __grid_constant__
-#define __restrict__
 #define __forceinline__ inline
-#define __shared__ static
 #define __builtin_assume(...)
-#define SGL_DEVICE inline
-#define SGL_DEVICE_HOST inline
 
 static dim3 blockDim;
 
@@ -47,9 +21,6 @@ struct bf16_t {
 };
 struct fp32x2_t {
   float x, y;
-};
-struct uint2 {
-  uint32_t x, y;
 };
 struct bf16x2_t {
   bf16_t x, y;
@@ -79,7 +50,6 @@ constexpr int __NV_E2M1 = 0, cudaRoundNearest = 0;
 inline int __nv_cvt_float2_to_fp4x2(fp32x2_t, int, int) { throw std::logic_error("V4.1's"); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __expf(float x) { return std::exp(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline bf16x2_t __hmin2(bf16x2_t a, bf16x2_t b) {
@@ -88,8 +58,6 @@ inline bf16x2_t __hmin2(bf16x2_t a, bf16x2_t b) {
 inline bf16x2_t __hmax2(bf16x2_t a, bf16x2_t b) {
   return {std::fmax(float(a.x), float(b.x)), std::fmax(float(a.y), float(b.y))};
 }
-using std::max;
-using std::min;
 
 struct Warp {
   turns::Meeting lanes{32};
@@ -109,24 +77,6 @@ T __shfl_xor_sync(uint32_t, T x, uint32_t mask, uint32_t = 32) {
   return x;
 }
 
-// of kernels that are only compiled here
-inline uint32_t atomicAdd(uint32_t*, uint32_t) { throw std::logic_error("atomicAdd"); }
-inline uint32_t __shfl_up_sync(uint32_t, uint32_t, int) { throw std::logic_error("shuffle"); }
-
-enum { cudaMemcpyHostToDevice };
-inline int cudaMemcpyAsync(void* to, const void* from, size_t size, int, void*) {
-  std::memcpy(to, from, size);
-  return 0;
-}
-constexpr uint8_t kDLUInt = 1;
-constexpr int kDLCPU = 1, kDLGPU = 2, kDLCUDA = 2;
-struct DLDataType {
-  uint8_t code, bits;
-  uint16_t lanes;
-};
-struct DLDevice {
-  int device_type, device_id;
-};
 namespace tvm::ffi {
 struct TensorView {
   void* data = nullptr;

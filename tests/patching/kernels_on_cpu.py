@@ -12,7 +12,7 @@ import torch
 from tests.on_cpu import made_of
 from tests.patching.wheels import content, members
 
-HEADER = Path(__file__).with_name("kernels_on_cpu.h")
+SHARED, HEADER = (Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("wheels", "kernels"))
 # what SGLang's text adds to its namespaces is beside what is ours there, in releases whose own are within another one
 OURS = "namespace device { using namespace ::device; }\nnamespace host { using namespace ::host; }"
 FLAGS = ("-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC")
@@ -34,7 +34,7 @@ def arguments_of(text: str, kernel: str, given: dict[str, str]) -> str:
 @functools.cache
 def compiled(*parts: tuple[str, str]) -> ctypes.CDLL:
     """Kernels' texts, each with the CALLs that a test writes around them, and apart from the others' names."""
-    whole = [HEADER.read_text()]
+    whole = [SHARED.read_text(), HEADER.read_text()]
     for number, (text, calls) in enumerate(parts):
         text = re.sub(r"^\s*#(include|pragma once).*$", "", text, flags=re.M)
         inside = "using namespace sglang;" if "namespace sglang {" in text else ""

@@ -19,7 +19,7 @@ from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
 from tests.on_cpu import made_of
 from tests.patching.wheels import RELEASES, content, every_release, members
 
-HEADER = Path(__file__).with_name("groups_on_cpu.h")
+SHARED, HEADER = (Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("wheels", "groups"))
 DIM, RING, PAGE, LONGEST = 128, 8, 256, 768  # of the index; slots of state a page of the window has; tokens
 FLOAT32 = 1e-6
 LENGTHS = (*range(1, 10), *range(127, 131), *range(254, 263), 515)
@@ -73,7 +73,7 @@ def compiled(parts: tuple[str, ...], old="", new="") -> ctypes.CDLL:
     kernels = re.sub(r"^#define (C4_KERNEL|WRITE_KERNEL) .*$", r"#define \1", kernels, flags=re.M)
     floats = re.search(r"template <([^>]*)>\s*struct FlashCompress4Kernel", kernels)[1].count("typename")
     text = re.sub(r"^#(include|pragma once).*$", "", "\n".join((lines, planner, kernels)), flags=re.M)
-    header = HEADER.read_text()
+    header = SHARED.read_text() + HEADER.read_text()
     header = header.replace("//@@ SGLang's namespace", "namespace sglang {" if within else "")
     header = header.replace("//@@ end of it", "}" if within else "")
     with_ring = "use_req_ring" in planner
