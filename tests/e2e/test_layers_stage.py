@@ -255,6 +255,17 @@ def test_the_plugin_writes_what_ran_in_its_order(monkeypatch, tmp_path):
     assert [float(y[0, 0]) for y in extend["y"]] == [30, 30.5] and float(extend["out"][0, 0]) == 30.75
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_cards_the_first_one_writes(monkeypatch, tmp_path, rank):
+    Machine(monkeypatch)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    found = layer_inputs.hooks(layer_inputs.Tap(tmp_path))
+    passed(found, "EXTEND")
+    found["before_forward"]()
+    assert len(list(tmp_path.glob("*.pt"))) == (rank == 0)
+
+
 def rows_of(case, name="layers_ours", **others):
     """Of a case that has groups, those of the modes that it must have shown, too."""
     modes = layers_rows.DRAFTED if "eagle" in name else layers_rows.PLAIN

@@ -46,6 +46,13 @@ def is_capture_mode():
     return importlib.import_module(TARGET).get_is_capture_mode()
 
 
+def is_first_rank():
+    """Of several cards: all are given the same inputs of sublayers, one writes them."""
+    import torch.distributed
+
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
 def like(one, found):
     """Whether a pass has room for those tensors."""
     return all(name in one and one[name].shape == value.shape for name, value in found.items())
@@ -64,7 +71,7 @@ class Tap:
 
         if self.count is None:
             self.count = torch.zeros((), dtype=torch.int64, device=positions.device)
-        if tokens.shape[0] == 0:
+        if tokens.shape[0] == 0 or not is_first_rank():
             return
         mode = batch.forward_mode.name
         lengths = batch.extend_seq_lens if mode in OF_LENGTHS else None
