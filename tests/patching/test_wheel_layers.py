@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.commands.layers import asking, record
+from deepseek_v4_sm120.patching.engine import NOT_APPLICABLE, READY, Engine
+from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import layer_record
 from deepseek_v4_sm120.sglang_patches.names import MODEL, PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.rows.layers import LAYERS
+from deepseek_v4_sm120.sglang_patches.table import TABLE
 from tests.adapters.dealt_streams_model import Ranks, tokens
 from tests.patching import test_wheel_mhc_dealt_streams as whole
 from tests.patching import test_wheel_mtp_block as block
 from tests.patching.test_wheel_mhc_dealt_streams import state  # noqa: F401  a fixture
 from tests.patching.test_wheel_wo_a import definition
-from tests.patching.wheels import every_release, tree
+from tests.patching.test_wheels import inspect_wheel  # noqa: F401  a fixture
+from tests.patching.wheels import every_release, since, tree
 
 FIRST, ROWS = "0.5.14", 3
 ASKED = {"id": "a1", "rows": 100, "bytes": 1 << 30}
@@ -109,6 +113,22 @@ def test_the_blocks_own_forward_is_recorded(version, recorder, tmp_path, monkeyp
     (one,) = record.read(tmp_path / "a1")
     assert one["kind"] == "draft" and torch.equal(one["hidden"], given.streams.flatten(1))
     assert torch.equal(one["out"], found)
+
+
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.14", "0.5.23"])
+def test_its_places_fit_where_a_record_is_asked_for(inspect_wheel, version):  # noqa: F811
+    """In the releases that were looked at, behind all others of the same function; without the variable nothing is."""
+    inspect_wheel(version, fresh=True)
+    made, without = (Engine(TABLE, host="sglang", settings=Settings(layers=folder)) for folder in ("/record", None))
+    made.survey()
+    found = [record for record in made.records if record.patch is LAYERS]
+    is_known = since(version, FIRST)
+    told = {(record.state, record.review) for record in found}
+    assert told == ({(READY, "reviewed")} if is_known else {(NOT_APPLICABLE, "")}) and len(found) == 4 * is_known + 1
+    for record in found if is_known else ():
+        assert [one.patch for one in made.records if one.where == record.where][-1] is LAYERS
+    [record] = [record for record in without.records if record.patch is LAYERS]
+    assert (record.state, record.reason) == (NOT_APPLICABLE, "only with DSV4_SM120_LAYERS")
 
 
 def calls(tree_, name):
