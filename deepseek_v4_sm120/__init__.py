@@ -3,7 +3,8 @@
 __version__ = "0.1.0"
 RECORD = f"deepseek_v4_sm120-{__version__}.dist-info/RECORD"  # the build's list of its files, beside this folder
 
-REPORT, PROFILE = "DSV4_SM120_REPORT", "DSV4_SM120_PROFILE"  # settings.py says what they are
+# settings.py says what they are
+REPORT, PROFILE, LAYERS = "DSV4_SM120_REPORT", "DSV4_SM120_PROFILE", "DSV4_SM120_LAYERS"
 
 # The operators; each name is the same in csrc/, ops/, reference/, specs/, sglang_patches/adapters/, tests/ and bench/.
 OPS = (

@@ -1,5 +1,5 @@
-"""`python3 -m deepseek_v4_sm120 status|selftest|doctor|plan|serve|calibrate`. Exit status: 0 fine, 1 something is wrong
-with what was looked at, 2 the command could not do what was asked (one sentence says why)."""
+"""`python3 -m deepseek_v4_sm120 status|selftest|layers|doctor|plan|serve|calibrate`. Exit status: 0 fine, 1 something
+is wrong with what was looked at, 2 the command could not do what was asked (one sentence says why)."""
 
 import argparse
 import importlib
@@ -17,6 +17,7 @@ COMMANDS = {  # name -> (what it does, module with add_arguments(parser) and run
     "doctor": ("what in this machine, container or running server costs speed or breaks", "doctor.command"),
     "plan": ("what fits these cards, with which flags, and how fast it can be at best", "plan.command"),
     "serve": ("start SGLang as planned, wait until it answers, show what is patched", "serve.command"),
+    "layers": ("whether a running server computes the model, layer by layer", "layers.command"),
     "calibrate": ("check and time every implementation on this card, write a profile", "calibrate.command"),
 }
 

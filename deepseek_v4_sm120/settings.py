@@ -14,6 +14,7 @@ DSV4_SM120_SET=<name>=<on, off or a number>[,...]   which of SGLang's defaults w
                             all_reduce=host or peer: by that way alone
 DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out;
                             DSV4_SM120_SET=<operator>=on or off stands above
+DSV4_SM120_LAYERS=<dir>     what every sublayer is given can be recorded there, when `layers` asks for it
 """
 
 import functools
@@ -21,7 +22,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deepseek_v4_sm120 import PROFILE, REPORT
+from deepseek_v4_sm120 import LAYERS, PROFILE, REPORT
 
 _ACCEPTED = {
     "DSV4_SM120": ("on", "off"),
@@ -35,7 +36,7 @@ WORDS = {"all_reduce": ("host", "peer")}  # that a name of DSV4_SM120_SET takes 
 MOST_DIGITS = 6  # of a number there
 NO = ("off", "0")  # what a name of it may have that leaves it out
 SERVICE = ("_SERVICE_HOST", "_SERVICE_PORT")  # what every Service of Kubernetes' has behind its name, and _PORT
-KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", PROFILE)
+KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", PROFILE, LAYERS)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ class Settings:
     choices: Mapping[str, str] = field(default_factory=dict)  # default or patch -> "on", "off", a number or a word
     profile: str | None = None  # file that `calibrate` wrote
     unreviewed: str = "warn"  # "warn" or "refuse"
+    layers: str | None = None  # folder of what sublayers are given
     wrong: tuple[str, ...] = ()  # a sentence for each variable whose value is none; what it is for is at its default
+
+    def given(self, variable: str) -> str | None:
+        """The folder that one of these variables names."""
+        return {REPORT: self.report, LAYERS: self.layers}[variable]
 
     @property
     def reproducible(self) -> bool:
@@ -92,6 +98,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         choices=choices,
         profile=environ.get(PROFILE) or None,
         unreviewed=value("DSV4_SM120_UNREVIEWED") or "warn",
+        layers=environ.get(LAYERS) or None,
         wrong=tuple(wrong),
     )
 

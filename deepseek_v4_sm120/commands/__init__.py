@@ -1,4 +1,5 @@
-"""What users run: `python3 -m deepseek_v4_sm120 doctor|selftest|calibrate|plan|serve|status`, and what those share."""
+"""What users run: `python3 -m deepseek_v4_sm120 doctor|selftest|layers|calibrate|plan|serve|status`, and what they
+share."""
 
 import sys
 

@@ -13,7 +13,7 @@ lifetime      whether the process of a report still runs
 import os
 import sys
 
-from deepseek_v4_sm120 import PROFILE, REPORT
+from deepseek_v4_sm120 import LAYERS, PROFILE, REPORT
 from deepseek_v4_sm120.patching import import_hook
 
 VERDICT = "_DSV4_SM120_VERDICT"  # what the first process of a server decided (verdict.py); no setting of users
@@ -39,10 +39,10 @@ def install():
 
 
 def make_absolute():
-    """Makes of a relative REPORT or PROFILE the path that it is here: the processes that this one starts inherit it,
-    wherever they work."""
+    """Makes of a relative REPORT, PROFILE or LAYERS the path that it is here: the processes that this one starts
+    inherit it, wherever they work."""
     base = working_directory()
-    for name in (REPORT, PROFILE):
+    for name in (REPORT, PROFILE, LAYERS):
         given = os.environ.get(name)
         if given and base and not os.path.isabs(given):
             _were_relative[name] = given, base

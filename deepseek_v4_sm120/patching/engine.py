@@ -112,6 +112,8 @@ class Engine:
         if self.settings.mode not in patch.modes:
             wanted = " or ".join("normal use" if m == "sm120" else f"DSV4_SM120_FORCE={m}" for m in patch.modes)
             return [Record(patch, None, NOT_APPLICABLE, f"only in {wanted}")]
+        if patch.variable and not self.settings.given(patch.variable):
+            return [Record(patch, None, NOT_APPLICABLE, f"only with {patch.variable}")]
         if not self.release.is_supported(patch):
             reason = (
                 f"{self.release} is outside of what this release knows ({self.table.supported}): "

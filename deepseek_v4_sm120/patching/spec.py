@@ -50,6 +50,7 @@ class Patch:
     ahead        (module of the host, "module:function"): called without arguments in front of that module's import, in
                  processes that a server started and where the patch is not left out; what it raises fails the import
     default      active only while this one of the table's defaults is on
+    variable     active only where this one of our variables, which names a folder, is set
     serves       the operator without which it makes no sense, where that is not its own name
     modes        in which modes it is active
     only_read    left out where one of its definitions is none that a human read, in whatever release: it makes up for
@@ -66,6 +67,7 @@ class Patch:
     ahead: tuple[str, str] | None = None
     modes: tuple[str, ...] = MODES
     default: str | None = None
+    variable: str | None = None
     serves: str | None = None
     only_read: bool = False
     absent: str = ""

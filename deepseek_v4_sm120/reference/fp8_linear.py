@@ -30,7 +30,12 @@ def fp8_grouped_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: torc
 
 def dequantized(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
     """[outputs, inputs] float64."""
-    scale = scale_values(weight_scale).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    scale = scale_values(weight_scale)
+    if not weight.shape[0] % BLOCK and not weight.shape[1] % BLOCK:
+        outputs, inputs = (size // BLOCK for size in weight.shape)
+        blocks = weight.to(torch.float64, copy=True).view(outputs, BLOCK, inputs, BLOCK)
+        return blocks.mul_(scale[:outputs, None, :inputs, None]).view(weight.shape)
+    scale = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return weight.double() * scale[: weight.shape[0], : weight.shape[1]]
 
 

@@ -134,7 +134,8 @@ class Weights:
         weight = self.raw(f"{name}.weight")
         if f"{name}.scale" not in self:
             return weight.double()
-        scale = self.raw(f"{name}.scale").view(torch.uint8)
+        scale = self.raw(f"{name}.scale")
+        scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
         if weight.dtype == torch.float8_e4m3fn:
             return fp8_linear.dequantized(weight, scale)
         return mxfp4_moe.dequantize(weight.view(torch.uint8), scale)

@@ -25,8 +25,9 @@ ACTIVATIONS = ("bf16", "mxfp8")
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [..., K / 2] -> float64 [..., K]."""
     values = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float64, device=packed.device)
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    return values[codes.long()]
+    every = torch.arange(256, device=packed.device)
+    pairs = values[torch.stack((every & 15, every >> 4), dim=-1)]  # of each byte
+    return torch.nn.functional.embedding(packed.int(), pairs).flatten(-2)
 
 
 def decode_ue8m0(scale: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,8 @@ def decode_ue8m0(scale: torch.Tensor) -> torch.Tensor:
 
 def dequantize(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """uint8 [..., K / 2] and uint8 [..., K / 32] -> float64 [..., K]."""
-    return decode_e2m1(packed) * decode_ue8m0(scale).repeat_interleave(GROUP, dim=-1)
+    values = decode_e2m1(packed).unflatten(-1, (-1, GROUP))
+    return values.mul_(decode_ue8m0(scale).unsqueeze(-1)).flatten(-2)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:

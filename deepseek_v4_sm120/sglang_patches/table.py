@@ -74,6 +74,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     UNKNOWN_TOKENS,
     WHOLE_CHARACTERS,
 )
+from deepseek_v4_sm120.sglang_patches.rows.layers import LAYERS
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import (
     DEALT_STREAMS,
@@ -577,7 +578,7 @@ TABLE = Table(
         *(WAITING_CHUNKS, MIXED_CHUNKS),  # the first below PREEMPTED_REQUESTS, which is told what was let in at last
         *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES, FENCED_COPIES, FREED_WINDOWS),
         *(DRAFT_CHAIN, PLAIN_ANGLES, HELD_LATENTS, DRAFT_PROBABILITIES, REPLACED_SESSIONS, STORED_PAGES),
-        *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
+        *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS, LAYERS),
     ),
     defaults=DEFAULTS,
     stand_ins=(

@@ -52,7 +52,7 @@ def two(tmp_path):
 
 def reports(pids, shadow=None, card=0):
     common = {"process": lifetime.of_this(), "patches": [], "notes": [], "shadow_summary": [], "shadow": []}
-    common |= {"settings": {"shadow": shadow}}
+    common |= {"settings": {"shadow": shadow, "layers": shadow and "/tmp/layers"}}
     return [{**common, "pid": pid, "devices_served": {str(card + i // 2): True}} for i, pid in enumerate(pids)]
 
 
@@ -89,7 +89,7 @@ def test_a_server_that_is_asked_is_judged_by_its_own_reports(two, status, monkey
     for asked, pids, is_shadowed in ((port, one, True), (other_port, other, False)):
         told.clear()
         command.run(Namespace(url=f"http://127.0.0.1:{asked}", api_key=None, quick=True, json=False))
-        assert ("shadow mode" in told) is is_shadowed
+        assert ("shadow mode" in told) is ("layers" in told) is is_shadowed
         assert {f"process {pid}" for pid in pids} == {name for name in told if name.startswith("process ")}
     assert len(here(1).servers) == 6  # of a port that nobody has here, as through Docker: all that is known
 

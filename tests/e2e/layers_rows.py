@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent.parent)]
+
+from deepseek_v4_sm120.commands.layers import verdict  # noqa: E402
+
 ISSUE = 23
-SHARE = 0.25  # of a known fault in an error; an engine that has it would be at 1
-CLEAR = 0.04  # a fault's share is told where chance alone would make of it less than this,
-STRONG = 0.01  # and the fault at least so much of the output: bf16's own rounding of it is a tenth of that
 BESIDE = {"layers_ours": "layers_stock", "layers_eagle314": "layers_stock_eagle314"}  # whose error ours is measured by
 IMPLEMENTATIONS = {
     "layers_ours": "ours, every operator on",
@@ -17,9 +21,6 @@ IMPLEMENTATIONS = {
     "layers_eagle314_tp2": "ours, every operator on, EAGLE 3/1/4, two cards",
 }
 MOST_OF_STOCK = 1.0
-OTHERWISE = 0.02  # of the rows, that may be another choice; they count neither as error nor as fault
-PLAIN = ("target, extend", "target, decode")  # passes that a case must have shown
-DRAFTED = ("target, extend", "target, target_verify", "draft, extend", "draft, decode", "draft, draft_extend_v2")
 PLANTED = {"layers_eagle314_blind": "blind behind the first draft"}  # a fault that the case is there to show
 
 
@@ -40,7 +41,14 @@ def case_rows(row, name: str, case: dict, stock: dict | None) -> list:
     add("all", "an engine or its comparison that broke", int(broke), 0)
     was_planted = False
     seen = {group["mode"] for group in case["groups"]}
-    add("all", "kinds of passes that nobody saw", len(set(DRAFTED if "eagle" in name else PLAIN) - seen), 0)
+    add(
+        "all",
+        "kinds of passes that nobody saw",
+        len(set(verdict.DRAFTED if "eagle" in name else verdict.PLAIN) - seen),
+        0,
+    )
+    if "missing" in case:
+        add("all", "parts of requests that nobody saw", len(case["missing"]), 0)
     for group in case["groups"]:
         what = f"{group['what']}, {group['mode']}"
         add(what, f"relative error beside float64, {group['rows']} rows", group["error"])
@@ -48,18 +56,18 @@ def case_rows(row, name: str, case: dict, stock: dict | None) -> list:
         if stocks:
             ours = None if group["error"] is None else group["error"] / stocks
             add(what, "relative error, of stock's", ours, MOST_OF_STOCK)
-        bar = OTHERWISE * group["rows"] if judged else None
+        bar = verdict.OTHERWISE * group["rows"] if judged else None
         add(what, "rows of another choice (experts, entries)", group["outliers"], bar)
-        told = {k: f["share"] for k, f in group["faults"].items() if f["reach"] < CLEAR and f["strength"] >= STRONG}
+        told = verdict.told(group)
         if not told:
             continue
         worst = max(told, key=lambda fault: abs(told[fault]))
-        add(what, f"greatest share of {len(told)} known faults", abs(told[worst]), SHARE if judged else None)
-        for fault in [fault for fault in told if abs(told[fault]) > SHARE]:
+        add(what, f"greatest share of {len(told)} known faults", abs(told[worst]), verdict.SHARE if judged else None)
+        for fault in [fault for fault in told if abs(told[fault]) > verdict.SHARE]:
             add(what, f"share of a fault: {fault}", told[fault])
         planted = PLANTED.get(name)
         if planted in told:
-            add(what, f"share of the fault that is there, {planted}, off 1", abs(told[planted] - 1), SHARE)
+            add(what, f"share of the fault that is there, {planted}, off 1", abs(told[planted] - 1), verdict.SHARE)
         was_planted |= planted in told
     if name in PLANTED and not broke:
         add("all", "a planted fault that was not told", int(not was_planted), 0)

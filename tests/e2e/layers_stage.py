@@ -4,9 +4,10 @@
 usage: layers_stage.py [--harness DIR] [--patch build] [--out $OUT] [--only CASE ..] [--jobs 3] [--limit-s 400]
 
 Ours and stock can be wrong alike, where SGLang's own code is: positions, windows, what a draft sees, which layers have
-which angles. Six layers and the MTP block, with a checkpoint that SGLang loads as users' (layers_weights.py); engines
+which angles. Users ask the same of their engine by `layers`; here all rows are judged, and stock's (layers_plugin)
+beside ours. Six layers and the MTP block, with a checkpoint that SGLang loads as users' (layers_weights.py); engines
 with CUDA graphs, prompts in chunks of 512, in a batch and from the prefix cache, single tokens, drafts and their
-verification. layers_compare.py says what is compared, and how a fault of a few per cent is told from FP8's rounding.
+verification. commands/layers/judge.py says what is compared, and how a fault of a few per cent is told from rounding.
 OUT/stage_layers.json is what collect.py reads.
 """
 
@@ -52,10 +53,13 @@ OF_ONE_CARD = [name for name in CASES if not name.endswith("_tp2")]
 
 
 def environment(name: str, work: Path) -> dict:
-    """Of an engine: where the plugin writes, and a copy of the compiled modules, to which others would add, too."""
+    """Of an engine: where it records, by ours or by the plugin, and a copy of the compiled modules, to which others
+    would add, too."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
-    own = SIDE_BY_SIDE_ENVIRONMENT | CASES[name][1] | {"E2E_LAYERS": str(work / name)}
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
+    patched, chosen, _ = CASES[name]
+    own = SIDE_BY_SIDE_ENVIRONMENT | chosen | {"DSV4_SM120_LAYERS" if patched else "E2E_LAYERS": str(work / name)}
+    if not patched:
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
     if shelf := os.environ.get("E2E_JIT_SHELF"):
         own["E2E_JIT_SHELF"] = str(work / f"{name}_shelf")
         shutil.copytree(shelf, own["E2E_JIT_SHELF"], dirs_exist_ok=True)
@@ -81,7 +85,8 @@ def run_case(name: str, number: int, arguments, deadline: float) -> dict:
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir(parents=True)
     port = arguments.first_port + 500 * number
-    words = [sys.executable, str(HERE / "layers_engine.py"), "--harness", str(arguments.harness), *asked, *OPTIONS]
+    words = [sys.executable, str(HERE / "layers_engine.py"), "--harness", str(arguments.harness)]
+    words += ["--record", str(records), *asked, *OPTIONS]
     words += ["--name", name, "--models", str(arguments.models), "--set", f"port={port}"]
     words += ["--set", f"nccl_port={port + 100}", *(["--patch", str(arguments.patch)] if patched else [])]
     log = arguments.out / f"{name}.log"

@@ -22,8 +22,11 @@ def test_all_values():
         "DSV4_SM120_ON_BROKEN": "warn",
         "DSV4_SM120_REPORT": "/reports",
         "DSV4_SM120_UNREVIEWED": "refuse",
+        "DSV4_SM120_LAYERS": "/layers",
     }
-    assert read_settings(environ) == Settings(True, "seams", "ours", "warn", "/reports", unreviewed="refuse")
+    told = Settings(True, "seams", "ours", "warn", "/reports", unreviewed="refuse", layers="/layers")
+    assert read_settings(environ) == told and told.given("DSV4_SM120_LAYERS") == "/layers"
+    assert Settings().given("DSV4_SM120_LAYERS") is None
     assert read_settings(environ).mode == "seams"
 
 

@@ -1,4 +1,5 @@
-"""One GET to a server that may be slow, hostile or none of SGLang's: bounded in time and size, told in one sentence."""
+"""One GET, or POST, to a server that may be slow, hostile or none of SGLang's: bounded in time and size, told in one
+sentence."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def port_of(url: str) -> int:
     return parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def get(url: str, api_key: str | None = None) -> str | None:
-    """Body; None for 404 and 405. CommandError when there is nobody, no sense or no end.
+def get(url: str, api_key: str | None = None, sent: bytes | None = None, limit_s: float = LIMIT_S) -> str | None:
+    """Body; None for 404 and 405. CommandError when there is nobody, no sense or no end. sent: a JSON text to POST.
 
     A thread asks, and is left behind when the time is over: name look-up, connection, headers and body have one limit.
     """
@@ -47,15 +48,15 @@ def get(url: str, api_key: str | None = None) -> str | None:
 
     def ask() -> None:
         try:
-            answers.put(_read(url, api_key))
+            answers.put(_read(url, api_key, sent, limit_s))
         except Exception as error:  # raised again by the one who waits
             answers.put(error)
 
     threading.Thread(target=ask, daemon=True).start()
     try:
-        found = answers.get(timeout=LIMIT_S)
+        found = answers.get(timeout=limit_s)
     except queue.Empty:
-        raise CommandError(f"{url} has not answered whole after {LIMIT_S:g} s") from None
+        raise CommandError(f"{url} has not answered whole after {limit_s:g} s") from None
     if isinstance(found, Exception):
         raise found
     return found
@@ -72,14 +73,16 @@ class _SameServer(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(request, fp, code, message, headers, newurl)
 
 
-def _read(url: str, api_key: str | None) -> str | None:
+def _read(url: str, api_key: str | None, sent: bytes | None, limit_s: float) -> str | None:
     # no proxy: what is asked is this server
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _SameServer)
-    request = urllib.request.Request(url, headers={"Accept-Encoding": "identity"})
+    request = urllib.request.Request(url, sent, headers={"Accept-Encoding": "identity"})
+    if sent is not None:
+        request.add_header("Content-Type", "application/json")
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")
     try:
-        with opener.open(request, timeout=LIMIT_S + 1) as answer:
+        with opener.open(request, timeout=limit_s + 1) as answer:
             if (encoding := answer.headers.get("Content-Encoding", "identity").lower()) != "identity":
                 raise CommandError(f"{url} answers in {one_line(encoding, 40)!r}, which was not asked for")
             body = answer.read(LIMIT_BYTES + 1)

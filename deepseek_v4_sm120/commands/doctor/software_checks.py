@@ -31,6 +31,7 @@ def checks(facts: Facts) -> Iterator[Finding]:
     yield from _renorm(facts)
     yield from _patches(facts)
     yield from _shadow(facts)
+    yield from _layers(facts)
     yield from _defaults(facts)
     yield from _reproducible(facts)
     yield from _profile(facts)
@@ -192,6 +193,13 @@ def _shadow(facts: Facts) -> Iterator[Finding]:
         kept = "ours are kept" if shadow == "ours" else "SGLang's are kept"
         cost = "every call of every operator runs ours and SGLang's, and compares them: the time of both"
         yield warn("shadow mode", f"DSV4_SM120_SHADOW={shadow}: {kept}", cost, "unset it; what it found is in `status`")
+
+
+def _layers(facts: Facts) -> Iterator[Finding]:
+    settings = served.told(facts, "settings") or {}
+    if folder := settings.get("layers"):
+        cost = "each step of up to 32 rows copies what its sublayers are given, whether anybody asks for it or not"
+        yield warn("layers", f"DSV4_SM120_LAYERS={folder}", cost, "unset it once `layers` has said what it says")
 
 
 def _defaults(facts: Facts) -> Iterator[Finding]:

@@ -1,0 +1,8 @@
+"""`layers`: whether a running server computes the model, layer by layer, beside float64 from the checkpoint's files.
+
+asking      what the server is asked, and the file by which it is told to record
+record      what it recorded: whole, of these requests, or not to be judged
+checkpoint  the tensors of the checkpoint's files, read when they are needed
+judge       each sublayer's error, and each known fault's share in it
+verdict     what that says of the engine
+"""

@@ -1,0 +1,149 @@
+"""An engine that computes the model has no fault's share, one that has a fault has its whole; what fills a captured
+pass up, drafts and shared prefixes go to the right places."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+import made  # noqa: E402
+
+from deepseek_v4_sm120.commands.layers import judge as judging  # noqa: E402
+from deepseek_v4_sm120.commands.layers import verdict  # noqa: E402
+from deepseek_v4_sm120.commands.layers.judge import Judge  # noqa: E402
+from deepseek_v4_sm120.commands.layers.record import Sent, Unjudged  # noqa: E402
+from deepseek_v4_sm120.reference import model  # noqa: E402
+from deepseek_v4_sm120.reference.model import Rules  # noqa: E402
+
+torch.set_num_threads(1)  # of tensors so small more are slower
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return made.write(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def right(checkpoint):
+    """(passes, groups) of an engine that computes the model."""
+    every = made.passes(checkpoint)
+    return every, made.judged(checkpoint, every)
+
+
+def test_an_engine_that_computes_the_model_has_no_share_of_a_fault(right):
+    groups, missing = right[1]
+    assert missing == []
+    found = verdict.of(groups, 3, verdict.PLAIN)
+    assert (found.status, found.faults, found.unjudged) == (verdict.RIGHT, [], [])
+    by_key = {(g["what"], g["mode"]): g for g in groups}
+    assert sum(len(verdict.told(g)) for g in groups) > 30
+    assert all(g["error"] < 0.03 and g["rows"] for g in groups)
+    assert {mode for _, mode in by_key} == {"target, extend", "target, decode"}
+    assert by_key["attention, ratio 4", "target, decode"]["rows"] == 3  # without what fills the passes up
+
+
+FAULTS = [
+    ("not itself", Rules(sees_itself=False)),
+    ("not rotated back", Rules(rotates_back=False)),
+    ("YaRN in layers without entries", Rules(yarn_without_entries=True)),
+    ("an entry too late", Rules(entries_early=-1)),
+    ("groups do not overlap", Rules(overlap=False)),
+    ("no routed scale", Rules(routed_scale=1.0)),
+    ("bias in the weights", Rules(bias_in_weights=True)),
+    ("not by the token's number", Rules(hashed=False)),
+    ("streams mixed the other way", Rules(mixing_turned=True)),
+]
+
+
+@pytest.mark.parametrize("fault, rules", FAULTS, ids=[name for name, _ in FAULTS])
+def test_a_fault_has_its_whole_share(checkpoint, fault, rules):
+    engine = made.Engine(checkpoint, rules)
+    every = [engine.one("target", 1, made.ASKED[0][0][:135], 0, "EXTEND")]
+    groups, _ = made.judged(checkpoint, every, asked=[{"input_ids": made.ASKED[0][0][:135].tolist()}], faults={fault})
+    found = verdict.of(groups, 3, ("target, extend",))
+    assert found.status == verdict.FAULT and any(fault in text for text in found.faults)
+    told = [verdict.told(g).get(fault, 0.0) for g in groups]
+    assert max(told) == pytest.approx(1, abs=0.35)
+
+
+def test_rows_at_the_end_are_judged_with_all_before_them(checkpoint, right):
+    every, (groups, _) = right
+    few, missing = made.judged(checkpoint, every, tail=2, faults={"no sink"})
+    by_key = {(g["what"], g["mode"]): g for g in groups}
+    assert missing == [] and all(g["rows"] <= by_key[g["what"], g["mode"]]["rows"] for g in few)
+    assert {g["rows"] for g in few if g["mode"] == "target, extend" and g["what"] == "embedding"} == {8}
+    assert all(g["error"] < 0.03 for g in few)
+    found = verdict.of(few, 3, verdict.PLAIN)
+    assert found.status == verdict.RIGHT, found
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_draft_behind_a_draft_is_blind_or_is_not(checkpoint, blind, monkeypatch):
+    monkeypatch.setattr(judging, "FAULTY", 3)
+    prompt, verified = made.tokens(made.PROMPT), made.tokens(8, 50)
+    sent = Sent([[*prompt.tolist(), *verified.tolist()]], [made.PROMPT])
+    engine, judge = made.Engine(checkpoint), Judge(made.CONFIG, checkpoint, faults={judging.BLIND})
+
+    def hidden(count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(count, 4 * made.HIDDEN, generator=generator).bfloat16()
+
+    def take(one):
+        judge.take(one, sent.segments(one))
+
+    sent.segments(engine.one("target", 1, prompt, 0, "EXTEND"))
+    take(engine.one("draft", 1, prompt, 0, "EXTEND", hidden(made.PROMPT, 5)))
+    for step in range(4):  # each drafts two behind what was verified, of which none is accepted but the next token
+        begin = made.PROMPT + step
+        for behind in range(2):
+            rules = Rules(sees_before=begin) if blind else Rules()
+            token = made.tokens(1, 10 * step + behind)
+            one = engine.one("draft", 1, token, begin + behind, "DECODE", hidden(1, behind), rules)
+            take(made.filled(one))
+        take(engine.one("draft", 1, verified[step : step + 2], begin, "DRAFT_EXTEND_V2", hidden(2, 60 + step)))
+    groups = {(g["what"], g["mode"]): g for g in judge.finish()}
+    found = groups["attention, ratio 0", "draft, decode"]
+    assert found["rows"] == 8
+    assert found["faults"][judging.BLIND]["share"] == pytest.approx(float(blind), abs=0.2)
+
+
+def test_what_is_not_known_is_said(checkpoint, right):
+    one = right[0][0]
+    sent = Sent.of(made.requests())
+    late = {"positions": torch.arange(8, 108), "tokens": made.ASKED[0][0][8:108]}
+    with pytest.raises(Unjudged, match="the first 8 tokens"):
+        sent.segments(one | late)
+    judge = Judge(made.CONFIG, checkpoint)
+    with pytest.raises(Unjudged, match="5 inputs of sublayers, expected 6"):
+        judge.take(one | {"y": one["y"][:-1]}, [])
+    with pytest.raises(Unjudged, match="one after the other"):
+        Sent.of(made.requests()).segments(one | {"positions": torch.tensor([0, 1, 1, *range(2, 99)])})
+    with pytest.raises(Unjudged, match="has no mtp.0.h_proj.weight"):
+        lacks = {name: checkpoint[name] for name in checkpoint if not name.startswith("mtp.0.h_proj")}
+        Judge(made.CONFIG, lacks).weights.under("mtp.0.").raw("h_proj.weight")
+
+
+def test_a_layer_alone_that_is_wrong_is_seen():
+    """Among layers that are right its share is small."""
+    fine = {"share": 0.01, "reach": 0.01, "strength": 0.1}
+    layer = {"rows": 9, "outliers": 0, "worst": 0.1, "error": 0.02, "faults": {"a": fine}}
+    bad = layer | {"faults": {"a": fine | {"share": 0.9}}}
+    group = {"what": "attention, ratio 4", "mode": "target, extend", **layer, "layers": {0: layer, 1: layer}}
+    assert verdict.of([group], 2, ()).status == verdict.RIGHT
+    for wrong, said in ((bad, "a, 0.90"), (layer | {"error": 0.3}, "0.30"), (layer | {"outliers": 3}, "3 of 9 rows")):
+        found = verdict.of([group | {"layers": {0: layer, 1: wrong}}], 2, ())
+        assert found.status == verdict.FAULT and "layer 1" in found.faults[0] and said in found.faults[0]
+    weak = group["layers"][0] | {"faults": {"a": fine | {"share": 0.9, "strength": verdict.STRONG / 2}}}
+    assert verdict.of([group | {"layers": {0: layer, 1: weak}}], 2, ()).status == verdict.RIGHT
+    assert verdict.of([group], 3, ("target, extend",)).status == verdict.UNJUDGED
+    assert verdict.of([], 2, verdict.PLAIN).status == verdict.UNJUDGED
+
+
+def test_float32_scales_are_read_as_such(checkpoint):
+    """As FP8 checkpoints have them that others have made."""
+    weights = model.Weights(checkpoint, "layers.0.attn.")
+    scale = checkpoint["layers.0.attn.wq_a.scale"]
+    as_float = {"wq_a.weight": checkpoint["layers.0.attn.wq_a.weight"], "wq_a.scale": torch.exp2(scale.float() - 127)}
+    assert torch.equal(model.Weights(as_float)("wq_a"), weights("wq_a"))
