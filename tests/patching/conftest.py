@@ -15,6 +15,7 @@ from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import import_hook, report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from tests.patching import wheels
+from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, SAMPLER
 from tests.patching.small_host import HOST
 
 REPO = Path(__file__).resolve().parents[2]
@@ -44,6 +45,10 @@ class DeepseekV4AttnBackend:
 
     def make_forward_metadata_from_raw_decode(self, raw_metadata):
         return raw_metadata
+
+class DeepseekV4MultiStepBackend(DeepseekV4AttnBackend):
+    def init_forward_metadata_in_graph(self, forward_batch):
+        return forward_batch
 """
 
 EXPERTS = """
@@ -136,15 +141,6 @@ class DeepseekV4DecoderLayer:
     def forward(self, positions, hidden_states, input_ids, forward_batch, input_ids_global):
         return hidden_states
 """
-SAMPLER = """
-def top_k_top_p_min_p_sampling_from_probs_torch(
-    probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions
-):
-    pass
-
-class Sampler:
-    def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info): pass
-"""
 SCHEDULE_BATCH = """
 class Req:
     def effective_kv_committed_len(self):
@@ -218,8 +214,6 @@ def accept_draft_tokens(
 def verify_logits_adjustments_are_noop(sampling_info):
     return True
 """
-EAGLE = "def eagle_sample(verify_input, batch, logits_output, grammar_mask=None):\n    return grammar_mask\n"
-DRAFT_GRAPHS = "class EAGLEDraftCudaGraphRunner:\n    def execute(self, forward_batch):\n        return forward_batch\n"
 CHAIN = "from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton\n"
 WORKER = """
 class TpModelWorker:
@@ -436,6 +430,7 @@ TREE_0_5_17 = {
     "sglang/srt/speculative/dflash_info_v2.py": DRAFT_INPUT,
     "sglang/srt/speculative/eagle_utils.py": EAGLE,
     "sglang/srt/speculative/eagle_draft_cuda_graph_runner.py": DRAFT_GRAPHS,
+    "sglang/srt/speculative/eagle_draft_extend_cuda_graph_runner.py": DRAFT_EXTEND_GRAPHS,
     "sglang/srt/speculative/dspark_components/dspark_verify.py": ACCEPTANCE,
     "sglang/kernels/ops/speculative/reject_sampling.py": "def chain_speculative_sampling_triton(*args):\n    pass\n",
     "sglang/kernels/ops/speculative/dspark/dspark_accept.py": CHAIN,
