@@ -31,7 +31,7 @@ SM120_FUNCTION = f"def flash_mla_with_kvcache_sm120(**kwargs):{KEYS}    return (
 
 BACKEND = """
 from sglang.srt.utils.common import is_sm120_supported
-_is_sm120 = is_sm120_supported()
+_is_sm120, PAGE_INDEX_ALIGNED_SIZE = is_sm120_supported(), 64
 
 class DeepseekV4AttnBackend:
     def forward(self, q, k, v, layer, forward_batch, compress_ratio, save_kv_cache=True, attn_sink=None, **_):
@@ -45,6 +45,10 @@ class DeepseekV4AttnBackend:
 
     def make_forward_metadata_from_raw_decode(self, raw_metadata):
         return raw_metadata
+
+    def expand_extend_with_same_length(self, *, bs, qo_len, seq_lens, req_pool_indices): pass
+
+def _pad_last_dim(x, multiples_of=PAGE_INDEX_ALIGNED_SIZE): pass
 
 class DeepseekV4MultiStepBackend(DeepseekV4AttnBackend):
     def init_forward_metadata_in_graph(self, forward_batch):

@@ -14,6 +14,7 @@ from tests.patching.test_wheel_sampling import opened  # noqa: F401
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import every_release, fetch
 
+FIRST = "0.5.16"
 EXPAND = "DeepseekV4AttnBackend.expand_extend_with_same_length"
 IN_GRAPH = "DeepseekV4MultiStepBackend.init_forward_metadata_in_graph"
 WHERE = SimpleNamespace(cuda_int32_kwargs={"dtype": torch.int32, "device": "cpu"})
@@ -49,7 +50,7 @@ def expanded(call, bs, rows, dtype):
     return made, counted.seen
 
 
-@every_release()
+@every_release(FIRST)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_rows_of_requests(version, dtype, served):
     served()
@@ -69,7 +70,7 @@ def test_rows_are_nobody_elses_memory(served):
     """With one row a request, too: what SGLang writes to them later must not reach the lengths of requests."""
     served()
     lengths, requests = torch.tensor([7, 9]), torch.tensor([1, 2])
-    made = ours.replace_expand(lambda *_: None)(WHERE, 2, 1, lengths, requests)
+    made = ours.replace_expand(lambda *_: None)(WHERE, bs=2, qo_len=1, seq_lens=lengths, req_pool_indices=requests)
     for one in made:
         one.zero_()
     assert lengths.tolist() == [7, 9] and requests.tolist() == [1, 2]
@@ -82,7 +83,7 @@ def test_what_a_capture_makes_is_not_kept(served, monkeypatch):
     assert ours._steps(torch.device("cuda", 0), 4) is None and not ours._before_the_last
 
 
-@every_release()
+@every_release(FIRST)
 def test_padding(version, served):
     served()
     align = {"torch": torch, "F": torch.nn.functional, "PAGE_INDEX_ALIGNED_SIZE": 64}
@@ -103,7 +104,7 @@ def test_another_card_is_sglangs(served):
     table = torch.zeros(2, 128)
     assert ours.replace_pad_last_dim(lambda x: "SGLang's")(table) == "SGLang's"
     told = ours.replace_expand(lambda self, *, bs, qo_len, seq_lens, req_pool_indices: (bs, qo_len))
-    assert told(WHERE, 2, 3, table, table) == (2, 3)
+    assert told(WHERE, bs=2, qo_len=3, seq_lens=table, req_pool_indices=table) == (2, 3)
 
 
 def passes(version, steps):
@@ -122,7 +123,7 @@ def passes(version, steps):
     return backend, told, original, ours.replace_metadata_in_graph(original)
 
 
-@every_release("0.5.13")
+@every_release(FIRST)
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_a_graph_makes_the_tables_of_its_own_passes(version, steps, opened):  # noqa: F811
     opened("deepseek_v4")

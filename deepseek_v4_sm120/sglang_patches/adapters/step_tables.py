@@ -24,11 +24,11 @@ _before_the_last: dict[tuple, torch.Tensor] = {}  # (device, rows of a request) 
 
 
 def replace_expand(original: Callable) -> Callable:
-    """For DeepseekV4AttnBackend.expand_extend_with_same_length(self, [*,] bs, qo_len, seq_lens [bs], req_pool_indices)
+    """For DeepseekV4AttnBackend.expand_extend_with_same_length(self, *, bs, qo_len, seq_lens [bs], req_pool_indices)
     -> (lengths of each row, requests of each row), both [bs * qo_len]. seq_lens are those with the last row."""
 
     @functools.wraps(original)
-    def expand_extend_with_same_length(self, bs, qo_len, seq_lens, req_pool_indices):
+    def expand_extend_with_same_length(self, *, bs, qo_len, seq_lens, req_pool_indices):
         steps = _steps(seq_lens.device, qo_len) if device_gate.serves(seq_lens.device) else None
         if steps is None:
             return original(self, bs=bs, qo_len=qo_len, seq_lens=seq_lens, req_pool_indices=req_pool_indices)
@@ -41,7 +41,8 @@ def _steps(device: torch.device, rows: int) -> torch.Tensor | None:
     """None: there is none yet, and what a capture makes is the graph's."""
     steps = _before_the_last.get((device, rows))
     if steps is None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        steps = torch.arange(-rows + 1, 1, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # else it could not be read outside of it
+            steps = torch.arange(-rows + 1, 1, dtype=torch.int32, device=device)
         _before_the_last[device, rows] = steps
     return steps
 

@@ -23,9 +23,7 @@ OF_ATTENTION = Parameters(
         "compress_ratio_override=None",
     )
 )
-ROWS_OF_REQUESTS = ("bs", "qo_len", "seq_lens", "req_pool_indices")
-OF_ROWS, OF_ROWS_SINCE = Parameters(("self", *ROWS_OF_REQUESTS)), Parameters(("self", "*", *ROWS_OF_REQUESTS))
-READ, SINCE = ">=0.5.12,<0.5.24", ">=0.5.16,<0.5.24"  # where what becomes of a table was read
+READ, ALIGNED = ">=0.5.16,<0.5.24", "PAGE_INDEX_ALIGNED_SIZE"
 _sinks, _angles = targets_of_fix("updated_sinks"), targets_of_fix("plain_angles")
 _tables = targets_of("step_tables")
 
@@ -108,21 +106,21 @@ STEP_TABLES = Patch(
     "graph of EAGLE's drafts all tables of a pass that there is not. 18 launches of EAGLE 3/1/4's step, some 30 us",
     targets=(
         _tables(
-            f"{BACKEND}:DeepseekV4AttnBackend.expand_extend_with_same_length", "expand", OF_ROWS, ">=0.5.12,<0.5.16"
+            f"{BACKEND}:DeepseekV4AttnBackend.expand_extend_with_same_length",
+            "expand",
+            Parameters(("self", "*", "bs", "qo_len", "seq_lens", "req_pool_indices")),
+            READ,
         ),
-        _tables(f"{BACKEND}:DeepseekV4AttnBackend.expand_extend_with_same_length", "expand", OF_ROWS_SINCE, SINCE),
-        _tables(
-            f"{BACKEND}:_pad_last_dim", "pad_last_dim", Parameters(("x", "multiples_of=PAGE_INDEX_ALIGNED_SIZE")), READ
-        ),
+        _tables(f"{BACKEND}:_pad_last_dim", "pad_last_dim", Parameters(("x", f"multiples_of={ALIGNED}")), READ),
         _tables(
             f"{BACKEND}:DeepseekV4MultiStepBackend.init_forward_metadata_in_graph",
             "metadata_in_graph",
             Parameters(("self", "forward_batch")),
-            ">=0.5.13,<0.5.24",  # 0.5.12 makes them in front of the graph
+            READ,
         ),
     ),
     only_read=True,
-    absent="who reads these tables was read up to 0.5.23",
+    absent="who reads these tables was read from 0.5.16 to 0.5.23",
     retire="when SGLang makes them by as few launches",
 )
 

@@ -66,7 +66,6 @@ GREEDY_ARGMAX = Patch(
     why="the argmax of a step's logits is torch's, one block a row: 27 us of an H200 for 129,280 of them, once in a "
     "greedy step and twice in one of EAGLE's. The same tokens, in some 4 us",
     targets=(
-        _argmax(f"{SAMPLER}.__init__", "sampler_init", Parameters(("self",)), COUNTING),
         _argmax(f"{SAMPLER}.forward", "forward", Parameters(OF_FORWARD), ">=0.5.14,<0.5.22"),
         _argmax(
             f"{SAMPLER}.forward", "forward", Parameters((*OF_FORWARD, "*", "logprob_logits=None")), ">=0.5.22,<0.6"
