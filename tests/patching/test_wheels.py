@@ -44,7 +44,7 @@ HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's whe
 SAMPLER, MARLIN = (where.partition(":")[0] for where in (DRAW, MARLIN_EXPERTS))
 PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 STATE, ROPE = "sglang.srt.distributed.parallel_state", "sglang.kernels.ops.attention.deepseek_v4_rope"
-DRAFT_RUNNER = "sglang.srt.speculative.eagle_draft_cuda_graph_runner"
+DRAFT_RUNNER, DRAFT_EXTEND_RUNNER = (f"{EAGLE[:-6]}_{graph}_cuda_graph_runner" for graph in ("draft", "draft_extend"))
 EVERYWHERE = {
     **{"stripped_thoughts": scheduler.REQUEST.partition(":")[0], "nccl_start": NCCL},
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
@@ -68,7 +68,7 @@ def expected(version: str) -> dict[str, str]:
     found |= {"all_reduce": STATE, "dealt_index": INDEXER} if since(version, "0.5.13") else {}
     if since(version, "0.5.14"):
         found["updated_sinks"] = MODEL_RUNNER + ("_components.weight_updater" if since(version, "0.5.16") else "")
-        found["loaded_prefixes"] = PREFILL_RUNNER
+        found |= {"loaded_prefixes": PREFILL_RUNNER, "greedy_argmax": DRAFT_EXTEND_RUNNER}
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
         found["min_tokens"] = DSPARK_VERIFY if since(version, "0.5.18") else EAGLE
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
@@ -76,9 +76,9 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.14") and not since(version, "0.5.18"):
         found["plain_angles"] = ROPE if since(version, "0.5.16") else "sglang.srt.layers.deepseek_v4_rope"
     if since(version, "0.5.16"):
-        found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
-        of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
-        found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", **of_steps}
+        found |= {"mhc": DSPARK.partition(":")[0], "min_p_dspark": DSPARK_VERIFY, "step_tables": BACKEND}
+        found |= {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
+        found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", "dspark_lengths": BACKEND}
     return found
 
 
@@ -295,10 +295,10 @@ def test_every_sm120_question_is_told_or_left_on_purpose(inspect_wheel, version)
 
 
 def test_a_wheel_newer_than_the_table_is_unreviewed_in_words(inspect_wheel):
-    """Simulated: 0.5.23's wheel that calls itself 0.5.24. dspark_lengths and draft_chain end with the last release that
-    was run: who reads what the one gives, and who makes what the other is given, is no part of what they replace."""
+    """Simulated: 0.5.23's wheel that calls itself 0.5.24. dspark_lengths, draft_chain and step_tables end with the last
+    release that was run: who reads what they give, or makes what they are given, is no part of what they replace."""
     found = found_in(inspect_wheel("0.5.23", called="0.5.24"))
-    assert {r.patch.name for r in found} == set(expected("0.5.23")) - {"dspark_lengths", "draft_chain"}
+    assert {r.patch.name for r in found} == set(expected("0.5.23")) - {"dspark_lengths", "draft_chain", "step_tables"}
     for record in found:
         assert record.state == READY
         assert record.review == "UNREVIEWED: nobody has looked at sglang 0.5.24; this code is that of 0.5.23"
