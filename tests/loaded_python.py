@@ -92,9 +92,11 @@ def _all(connection: socket.socket, size: int) -> bytes:
 
 def _serve(listener: socket.socket) -> tuple[list[str], list[str]]:
     """Comes back in forks alone: with what to run there, and what sys.path is to have in front."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         ready, _, _ = select.select([listener, 0], [], [])
+        with contextlib.suppress(ChildProcessError):  # none
+            while os.waitpid(-1, os.WNOHANG)[0]:  # whose processor time is then this one's children's
+                pass
         if 0 in ready:  # whoever tests has ended
             os._exit(0)
         connection, _ = listener.accept()
@@ -106,7 +108,6 @@ def _serve(listener: socket.socket) -> tuple[list[str], list[str]]:
 
 def _attend(connection: socket.socket) -> tuple[list[str], list[str]]:
     """A process between: waits for the fork's end, tells it, and ends it when who asked has gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, files, _, _ = socket.recv_fds(connection, 8, 64)
     words, places, folder, environ = json.loads(_all(connection, int.from_bytes(size, "little")))
     if (child := os.fork()) == 0:

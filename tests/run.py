@@ -101,7 +101,8 @@ def run_without_gpu(arguments: list[str]) -> int:
     # cores, for those that wait for servers, and of each one thread, for threads that wait for each other take a core
     # too; in the order of conftest.py, which has the long files early.
     spread = ["-n", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder"]
-    command = [python, "-m", "pytest", "-m", "not gpu", *spread, *arguments]
+    costs = ["-p", "tests.processor_time", *([] if arguments else ["--whole-suite"])]
+    command = [python, "-m", "pytest", "-m", "not gpu", *spread, *costs, *arguments]
     tests = subprocess.run(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=REPO).returncode
     fetching.kill()
     if any(device.exists() for device in GPU_DEVICES):
