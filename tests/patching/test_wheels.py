@@ -97,19 +97,23 @@ SURVEYED: dict[tuple, Engine] = {}  # what several tests look at
 @pytest.fixture
 def inspect_wheel(monkeypatch, sglang_wheel):
     """inspect_wheel(version, mode) -> the engine after looking at that wheel, shared by tests unless it is to be
-    `fresh`. called: the version it shall claim."""
+    `fresh`, or to have `choices`: then only their `patch` is looked at. called: the version it shall claim."""
     monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.ops.shared.extension", type(sys)("extension"))
     sys.modules["deepseek_v4_sm120.ops.shared.extension"].load = lambda: None  # _C is test_extension.py's business
     monkeypatch.setattr(contract, "check", check_once)
 
-    def make(version, mode="sm120", called=None, fresh=False):
-        if not fresh and (version, mode, called) in SURVEYED:
+    def make(version, mode="sm120", called=None, fresh=False, patch=None, **choices):
+        if not (fresh or choices) and (version, mode, called) in SURVEYED:
             return SURVEYED[version, mode, called]
         wheel = sglang_wheel(version)
         monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(wheel, stand_ins))
         if called:
             monkeypatch.setattr(engine, "package_version", lambda host, sources: called)
-        made = Engine(TABLE, host="sglang", settings=Settings(force=None if mode == "sm120" else mode))
+        settings = Settings(force=None if mode == "sm120" else mode, choices=choices)
+        made = Engine(TABLE, host="sglang", settings=settings)
+        if choices:
+            made._check([patch])  # as it does when the patch's module is imported
+            return made
         made.survey()
         if not fresh:
             SURVEYED[version, mode, called] = made
@@ -215,9 +219,7 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
 
 @every_release("0.5.13")
 def test_the_places_of_dealt_streams_fit(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"dealt_streams": "on"}))
-    made.survey()
+    made = inspect_wheel(version, patch="dealt_streams", dealt_streams="on")
     found = found_in(made, patch="dealt_streams")  # behind those of `mhc`, which they wrap
     assert len(found) == 5 and {(record.state, record.review) for record in found} == {(READY, "reviewed")}
     ours = [
@@ -229,9 +231,7 @@ def test_the_places_of_dealt_streams_fit(inspect_wheel, version):
 
 @every_release("0.5.14")
 def test_the_place_of_dealt_products_fits_behind_that_of_the_whole(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"dealt_products": "on"}))
-    made.survey()
+    made = inspect_wheel(version, patch="dealt_products", dealt_products="on")
     [record] = found_in(made, patch="dealt_products")
     assert (record.state, record.review) == (READY, "reviewed") and "dealt_products" in made.in_place()
     assert [one.patch.name for one in made.records if one.where == record.where] == ["bf16_linear", "dealt_products"]
@@ -239,9 +239,7 @@ def test_the_place_of_dealt_products_fits_behind_that_of_the_whole(inspect_wheel
 
 @every_release("0.5.14")
 def test_the_places_of_a_drafts_head_fit(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"draft_head": "on"}))
-    made.survey()
+    made = inspect_wheel(version, patch="draft_head", draft_head="on")
     found = found_in(made, patch="draft_head")
     assert {(record.state, record.review) for record in found} == {(READY, "reviewed")}
     modules = [record.target.module for record in found]
@@ -250,20 +248,15 @@ def test_the_places_of_a_drafts_head_fit(inspect_wheel, version):
 
 @every_release("0.5.14")
 def test_a_reproducible_servers_places_fit(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"reproducible": "on"}))
-    made.survey()
     for patch, places in (("head", 1), ("arguments", 1), ("sampling", 3 if since(version, "0.5.17") else 2)):
+        made = inspect_wheel(version, patch=f"reproducible_{patch}", reproducible="on")
         told = [(record.state, record.review) for record in found_in(made, patch=f"reproducible_{patch}")]
         assert told == [(READY, "reviewed")] * places
 
 
 def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkeypatch):
-    made = inspect_wheel("0.5.17", fresh=True)
-    assert not found_in(made, patch="prefill_interval")
-    asked = Settings(choices={"prefill_decode_interval_0_5_17": "4"})
-    made = Engine(TABLE, host="sglang", settings=asked)
-    made.survey()
+    assert not found_in(inspect_wheel("0.5.17"), patch="prefill_interval")
+    made = inspect_wheel("0.5.17", patch="prefill_interval", prefill_decode_interval_0_5_17="4")
     (record,) = found_in(made, patch="prefill_interval")
     assert (record.state, record.review) == (READY, "reviewed") and made.steering.value(record.patch.default) == 4
     scheduler = made.sources.read(record.target.module)
