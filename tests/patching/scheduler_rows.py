@@ -11,6 +11,7 @@ def expected(version: str) -> dict[str, str]:
     found = {
         "grammar_ends": rows.GRAMMAR_ENDS.targets[since(version, "0.5.16")].where,
         "replaced_sessions": rows.REPLACED_SESSIONS.targets[0].where,
+        "first_stops": rows.FIRST_STOPS.targets[since(version, "0.5.13") + since(version, "0.5.14")].where,
         "stored_pages": rows.STORED_PAGES.targets[1].where,
         "preempted_requests": rows.PREEMPTED_REQUESTS.targets[-1 + since(version, "0.5.22")].where,
     }
