@@ -149,6 +149,7 @@ SCHEDULE_BATCH = """
 class Req:
     def effective_kv_committed_len(self):
         return 0
+    def update_finish_state(self, new_accepted_len=1): pass
 
 class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):

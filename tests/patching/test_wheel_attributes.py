@@ -394,6 +394,7 @@ OBJECTS = {
         "asked": ((f"{SRT}.managers.io_struct:SessionParams",),),
         "node": ((f"{SRT}.session.session_controller:SessionReqNode",),),
     },
+    "first_stops": {"request": ((REQUEST,),), "params": SAMPLING_PARAMS},
     "stored_pages": {"host_pool": ((f"{SRT}.mem_cache.memory_pool_host:DeepSeekV4StateHostPool",),)},
     "loaded_prefixes": {
         "self.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),

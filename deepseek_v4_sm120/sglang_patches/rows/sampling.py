@@ -29,6 +29,7 @@ _sampling, _argmax = map(targets_of, ("sampling", "greedy_argmax"))
 _min_p_verify = targets_of_fix("min_p_verify")
 _penalties, _prompt_logprobs = targets_of_fix("penalties"), targets_of_fix("prompt_logprobs")
 _seeded_draws, _min_tokens = targets_of_fix("seeded_draws"), targets_of_fix("min_tokens")
+_certain_tokens, CHAIN = targets_of_fix("certain_tokens"), "reject_sampling:chain_speculative_sampling_triton"
 CUMULATE = "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens"
 VERIFIED_BLOCKS = Parameters(("self", "*", "batch"), further="keyword-only")
 EAGLE_SAMPLES = {  # what follows VERIFY, by release
@@ -161,6 +162,18 @@ DRAFT_PROBABILITIES = Patch(
     ),
     absent="before 0.5.14 there is no such flag, from 0.5.21 on SGLang copies them",
     retire="with SGLang 0.5.20",
+)
+
+CERTAIN_TOKENS = Patch(
+    name="certain_tokens",
+    why="where a draft is refused of a token that draft and model are certain of, by the greatest random number or for "
+    "another one, nothing may be left to draw of, and the vocabulary's last token is taken: a word from nowhere",
+    targets=(
+        _certain_tokens(f"sglang.srt.speculative.{CHAIN}", "verify", Bound(), ">=0.5.14,<0.5.16"),
+        _certain_tokens(f"sglang.kernels.ops.speculative.{CHAIN}", "verify", Bound(), ">=0.5.16,<0.6"),
+    ),
+    absent="before 0.5.14 nothing is drawn of what is left",
+    retire="when SGLang's kernel takes the model's likeliest where nothing is left",
 )
 
 PROMPT_LOGPROBS = Patch(
