@@ -16,14 +16,12 @@ from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY, MODEL, MODEL_RUNNER, NCCL
 from deepseek_v4_sm120.sglang_patches.rows import scheduler
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
+from deepseek_v4_sm120.sglang_patches.rows.index_select import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
-    DEEP_GEMM,
-    DEEP_GEMM_LOGITS,
-    DEEP_GEMM_LOGITS_FP4,
     EXTENSION,
     FP8_METHOD,
     INDEXER,
