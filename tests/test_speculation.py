@@ -251,6 +251,7 @@ def dry_run(*words, own=(), sglang="0.5.17", model="flash"):
         ([], "0.5.17", "flash-0731", {"SGLANG_RAGGED_VERIFY_MODE": "compact"}, "#32470"),
         (["--enable-symm-mem"], "0.5.19", "flash-0731", {"DSV4_SM120_SET": "mhc=off"}, "#34021"),
         (["--enable-symm-mem"], "0.5.19", "flash-0731", {"DSV4_SM120": "off"}, "#34021"),
+        (["--enable-streaming-session"], "0.5.23", "flash", {}, "turns read each other's tokens"),
     ],
 )
 def test_serve_refuses_what_answers_wrongly_unless_it_is_insisted_on(

@@ -11,7 +11,7 @@ from deepseek_v4_sm120.commands.doctor import server
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
 from deepseek_v4_sm120.sglang_patches.names import RUST_FRONT_SINCE
 from tests.patching.test_wheel_speculation import number
-from tests.patching.wheels import content, every_release, fetch
+from tests.patching.wheels import archive, content, every_release, fetch
 
 # the fields that SGLang 0.5.17 and 0.5.23 answer with, at the values that an unplanned start has on 2 cards
 # (context_length as `ask` finds it: such a start tells null there)
@@ -121,6 +121,19 @@ def test_a_planned_server_is_fine(serve):
 def test_what_is_not_told_is_not_well(changes, words):
     told = found(PLANNED | changes)["arguments"]
     assert told.state == (NOT_RUN if words else OK) and (not words or words in told.found)
+
+
+def test_sessions_that_are_streams_are_told():
+    told = found(PLANNED | {"enable_streaming_session": True})["sessions"]
+    assert told.state == FAIL and told.found == "--enable-streaming-session" and "windows" in told.cost
+    assert "sessions" not in found(PLANNED | {"enable_streaming_session": False})
+
+
+@every_release()
+def test_every_release_has_the_argument_by_that_name(version):
+    wheel = fetch(version)
+    names = [name for name in archive(wheel).namelist() if name.endswith(("srt/server_args.py", "fields/serving.py"))]
+    assert any("enable_streaming_session: " in content(wheel, name) for name in names)
 
 
 def test_few_windows_for_cached_prefixes_are_told():

@@ -34,6 +34,7 @@ OURS = {
     },
     **{"stop_sequences": {"listening"}, "unknown_tokens": {"asked"}, "echoed_items": {"raw_request"}},
     **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
+    "short_prompts": {"turn", "turn.adder"},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {
@@ -59,4 +60,5 @@ GUARDED = {
     ("argument_defaults", "server_args", "get_model_config"): "get_model_config",
     ("waiting_chunks", "cache", "is_chunk_cache"): "is_chunk_cache",
     ("waiting_chunks", "request", "prefix_indices"): "prefix_indices",
+    ("short_prompts", "request", "prefix_indices"): "prefix_indices",
 }

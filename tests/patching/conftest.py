@@ -173,11 +173,9 @@ class Scheduler:
 """
 SCHEDULE_POLICY = """
 class PrefillAdder:
-    def preempt_to_schedule(self, req, server_args):
-        return False
-
-    def add_chunked_req(self, req):
-        return None
+    def preempt_to_schedule(self, req, server_args): pass
+    def add_chunked_req(self, req): pass
+    def _select_prefill_admission(self, req, *, total_tokens, host_hit_length): pass
 """
 PENALTY_LIBRARY = """
 class BatchedPenalizerOrchestrator:

@@ -22,10 +22,12 @@ def expected(version: str) -> dict[str, str]:
     if not since(version, "0.5.15"):
         found["shared_beginnings"] = rows.SWA_CACHE
     if since(version, "0.5.17"):
-        found["waiting_chunks"] = rows.ADDER
+        found |= {"waiting_chunks": rows.ADDER, "waiting_prompts": rows.SCHEDULER}
         found |= {} if since(version, "0.5.22") else {"mixed_chunks": rows.BATCH}
     if since(version, "0.5.14"):
         found["certain_tokens"] = sampling.CERTAIN_TOKENS.targets[since(version, "0.5.16")].where
+    if since(version, "0.5.20"):
+        found["short_prompts"] = rows.ADDER
     if version == "0.5.18":
         found["freed_windows"] = rows.FREED_WINDOWS.targets[0].where
     if not since(version, "0.5.23"):

@@ -218,7 +218,13 @@ def main():
     found["wrong ones"] = dict(wrong_ones(version)) if seeds else {}
     asked = {name: rest for name, (until, *rest) in MENDED.items() if not since(version, until)}
     found["alone"] = {name: outcome(version, *rest)["wrong"] for name, rest in asked.items()}
+    if seeds:
+        from tests.patching import slots_waiting
+
+        found["waiting"] = {"alone": slots_waiting.alone(version)}
     everything().take_ours()
+    if seeds:
+        found["waiting"]["ours"] = slots_waiting.with_ours(version)
     found["with ours"] = {name: outcome(version, *rest) for name, rest in asked.items()}
     if seeds:
         from tests.patching import slots_hierarchy

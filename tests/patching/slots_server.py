@@ -160,8 +160,8 @@ class Everything:
 
         from deepseek_v4_sm120.sglang_patches.rows import scheduler as rows
 
-        chunks = rows.WAITING_CHUNKS, rows.MIXED_CHUNKS  # in the order of the table
-        for row in (rows.CACHED_BEGINNING, rows.STRIPPED_THOUGHTS, *chunks, rows.PREEMPTED_REQUESTS):
+        chunks = rows.WAITING_CHUNKS, rows.MIXED_CHUNKS, rows.PREEMPTED_REQUESTS, rows.SHORT_PROMPTS  # as in the table
+        for row in (rows.CACHED_BEGINNING, rows.STRIPPED_THOUGHTS, *chunks, rows.WAITING_PROMPTS):
             for target in (t for t in row.targets if self.version in SpecifierSet(t.sglang)):
                 module, _, names = target.where.partition(":")
                 owner, name = getattr(importlib.import_module(module), names.partition(".")[0]), names.partition(".")[2]

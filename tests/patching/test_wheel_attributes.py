@@ -20,7 +20,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     TOKENIZER_MANAGER,
 )
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
-from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, REQUEST, SWA_CACHE
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, REQUEST, SCHEDULER, SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH as SCHEDULE_BATCH
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -45,6 +45,7 @@ CHAT_REQUEST, CHAT_TEXT = (
 CHAT_CALL = {"call": ((f"{OPENAI}.protocol:ToolCall",),), "call.function": ((f"{OPENAI}.protocol:FunctionResponse",),)}
 OF_RECIPE = {of: ((f"{RECIPE_READER.partition(':')[0]}:Recipe{of}Delta",),) for of in ("Output", "ToolCall")}
 CHAT_MESSAGES = tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User"))
+POLICY = ADDER.partition(":")[0]
 UNIFIED_CACHE = f"{SRT}.mem_cache.unified_radix_cache:UnifiedRadixCache"
 STATE = f"{SRT}.distributed.parallel_state"
 GROUP = f"{STATE}:GroupCoordinator"
@@ -371,6 +372,17 @@ OBJECTS = {
     },
     "preempted_requests": {"adder": ((ADDER,),), "self.running_batch": ((SCHEDULE_BATCH,),)},
     "mixed_chunks": dict.fromkeys(("running", "running_batch"), ((SCHEDULE_BATCH,),)),
+    "waiting_prompts": {
+        **{"running_batch": ((SCHEDULE_BATCH,),), "head": ((REQUEST,),)},
+        **{"scheduler": ((SCHEDULER,),), "scheduler.pp_group": ((GROUP,),)},
+    },
+    "short_prompts": {
+        **{"adder": ((ADDER,),), "scheduler": ((SCHEDULER,),), "scheduler.pp_group": ((GROUP,),)},
+        **{"running_batch": ((SCHEDULE_BATCH,),), "request": ((REQUEST,),), "request.sampling_params": SAMPLING_PARAMS},
+        **{"found": ((f"{POLICY}:_PrefillAdmission",),), "importlib.import_module(POLICY)": ((POLICY,),)},
+        "importlib.import_module(POLICY).AddReqResult": ((f"{POLICY}:AddReqResult",),),
+        "scheduler.tree_cache": ((UNIFIED_CACHE,),),
+    },
     "waiting_chunks": {
         **{"adder": ((ADDER,),), "type(adder.running_batch)": ((SCHEDULE_BATCH,),)},
         **dict.fromkeys(("req", "request"), ((REQUEST,),)),

@@ -43,6 +43,7 @@ def test_every_slot_holds_what_its_readers_take_it_for():
     assert len(found["wrong ones"]) == 4
     check_what_ours_mends(found, {"priorities", "two chunks"})
     check_hierarchy(found["hierarchy"])
+    check_waiting(**found["waiting"])
 
 
 def check_hierarchy(found):
@@ -55,6 +56,20 @@ def check_hierarchy(found):
     assert "state of" in found["alone"]["wrong"] and is_seen(found["alone"]["wrong"])
     of_another, of_another_form, own = found["with ours"]["read"]
     assert found["with ours"]["wrong"] is None and of_another == of_another_form == 0 and own > 10
+
+
+def check_waiting(alone, ours):
+    """Short prompts are read beside the long one's chunks, which are shorter then, and whole in between; the second
+    long one keeps its place. One without room is looked up seldom, and is let in as soon. Whatever is let in so has
+    the slots that it reads."""
+    before, behind = alone["behind"], ours["behind"]
+    last = before["long"][-1]
+    assert last == 7 and all(before[f"short {n}"][0] >= last for n in range(3)), "SGLang alone"
+    assert [behind[f"short {n}"] for n in range(3)] == [[3], [5], [7]] and behind["long"] == list(range(10))
+    assert behind["second"][0] >= behind["long"][-1] and len(behind["second"]) <= len(before["second"])
+    (turn, looks), (turn_of_ours, looks_of_ours) = alone["without room"], ours["without room"]
+    assert looks > 90 and looks_of_ours < 10 and turn <= turn_of_ours <= turn + 1
+    assert ours["random"]["wrong"] is None and ours["random"]["seen"]["answered"] > 20 and ours["shorter"] > 5
 
 
 def test_answers_that_have_no_room_beside_a_prompt_sit_out_its_pass():

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from deepseek_v4_sm120.commands import streaming_session
 from deepseek_v4_sm120.commands.console import CommandError, one_line
 from deepseek_v4_sm120.commands.doctor import load_checks, model_checks
 from deepseek_v4_sm120.commands.doctor.finding import OK, Finding, fail, not_run, ok, warn
@@ -79,6 +80,7 @@ FIELDS = {
     "swa_prefix_tails": (WHOLE, False),  # 0.5.21 and later
     "swa_full_tokens_ratio": (SHARE, False),
     "_swa_full_tokens_ratio_explicitly_set": (SWITCH, False),
+    streaming_session.FIELD: (SWITCH, False),
     "stream_interval": (WHOLE, False),
     "tool_call_parser": (WORDS, False),
     "reasoning_parser": (WORDS, False),
@@ -484,6 +486,12 @@ def _speculation(a: Answers) -> Iterator[Finding]:
         yield warn("speculation", f"{drafts} draft tokens", cost, fix)
 
 
+def _sessions(a: Answers) -> Iterator[Finding]:
+    if a.get(streaming_session.FIELD) and a.is_v4:
+        cost = f"{streaming_session.DOES} ({streaming_session.SOURCE})"
+        yield fail("sessions", streaming_session.FLAG, cost, streaming_session.INSTEAD)
+
+
 def _parsers(a: Answers) -> Iterator[Finding]:
     for name, value in (("tool_call_parser", "deepseekv4"), ("reasoning_parser", "deepseek-v4")):
         if name in a.info and not a.get(name):
@@ -519,5 +527,5 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
         _unsafe_speculation,
         _speculation,
     ),
-    *(_parsers, _effort, _front),
+    *(_sessions, _parsers, _effort, _front),
 )

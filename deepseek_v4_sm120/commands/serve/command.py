@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepseek_v4_sm120.commands import speculation
+from deepseek_v4_sm120.commands import speculation, streaming_session
 from deepseek_v4_sm120.commands.console import CommandError, encodable, temporary_folder
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
@@ -141,12 +141,13 @@ def command_line(plan: Plan, host: str, port: int, extra: list[str]) -> tuple[li
 
 
 def unsafe(plan: Plan, words: list[str], environ: Mapping[str, str]) -> list[str]:
-    """What is known of the speculation that this very command line starts, and tolerated; CommandError otherwise."""
+    """What is known to go wrong with what this very command line starts, and tolerated; CommandError otherwise."""
     r = plan.request
     found = speculation.of_command(words, environ, r.model.dspark_block)
     if found is not None and r.model.no_drafter and not any(word.startswith(OTHER_DRAFTER) for word in words):
         raise CommandError(f"--speculative-algorithm: {r.model.name} has nothing to draft with: {r.model.no_drafter}")
-    return speculation.refuse_if_unsafe(r.version, found, r.replaced, insist=r.insist, release=r.sglang)
+    tolerated = speculation.refuse_if_unsafe(r.version, found, r.replaced, insist=r.insist, release=r.sglang)
+    return tolerated + streaming_session.refuse_if_asked_for(words, r.insist)
 
 
 def environment(plan: Plan, environ: Mapping[str, str], profile: str | None) -> dict[str, str]:

@@ -24,7 +24,8 @@ _grammars = targets_of_fix("grammars")
 _beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stripped_thoughts")
 _preempted, _grammar_ends = targets_of_fix("preempted_requests"), targets_of_fix("grammar_ends")
 _fenced, OF_SELF = targets_of_fix("fenced_copies"), Parameters(("self",))
-_stored = targets_of_fix("stored_pages")
+_stored, _short = targets_of_fix("stored_pages"), targets_of_fix("short_prompts")
+OF_NEXT_PROMPTS = Parameters(("self", "prefill_delayer_single_pass", "running_batch"))
 _first_stops, ACCEPTED = targets_of_fix("first_stops"), Parameters(("self", "new_accepted_len=1"))
 _mixed, BATCH = targets_of_fix("mixed_chunks"), "sglang.srt.managers.schedule_batch:ScheduleBatch"
 
@@ -174,7 +175,7 @@ MIXED_CHUNKS = Patch(
         _mixed(
             f"{SCHEDULER}._get_new_batch_prefill_raw",
             "next_prompts",
-            Parameters(("self", "prefill_delayer_single_pass", "running_batch")),
+            OF_NEXT_PROMPTS,
             ">=0.5.17,<0.5.22",
         ),
         _mixed(f"{BATCH}.prepare_for_extend", "prepare", OF_SELF, ">=0.5.17,<0.5.22"),
@@ -182,6 +183,37 @@ MIXED_CHUNKS = Patch(
     ),
     retire="with SGLang 0.5.21",
     absent="from 0.5.22 on SGLang asks first; up to 0.5.16 nobody has looked",
+)
+
+SHORT_PROMPTS = Patch(
+    name="short_prompts",
+    why="a prompt that is read in chunks has each pass for itself, so that a short one behind it waits until all of it "
+    "is read: minutes behind a million tokens, on a server with room for both",
+    targets=(
+        _short(f"{SCHEDULER}._get_new_batch_prefill_raw", "next_prompts", OF_NEXT_PROMPTS, ">=0.5.20,<0.6"),
+        _short(f"{ADDER}.add_chunked_req", "add_chunk", Parameters(("self", "req")), ">=0.5.20,<0.6"),
+        _short(
+            f"{ADDER}._select_prefill_admission",
+            "select",
+            Parameters(("self", "req", "*", "total_tokens", "host_hit_length"), further="keyword-only"),
+            ">=0.5.20,<0.6",
+        ),
+    ),
+    retire="when SGLang lets in what fits beside a chunk, in the queue's order",
+    absent="up to 0.5.19 nobody has looked",
+)
+
+WAITING_PROMPTS = Patch(
+    name="waiting_prompts",
+    why="a prompt that waits for room in the KV cache is looked up in the prefix cache in front of every step of all "
+    "streams: of 950,000 cached tokens 0.29 s a step up to 0.5.19, 0.01 s later",
+    targets=(
+        targets_of_fix("waiting_prompts")(
+            f"{SCHEDULER}._get_new_batch_prefill_raw", "next_prompts", OF_NEXT_PROMPTS, ">=0.5.17,<0.6"
+        ),
+    ),
+    retire="when SGLang remembers that there was no room",
+    absent="up to 0.5.16 nobody has looked",
 )
 
 FENCED_COPIES = Patch(
