@@ -59,7 +59,7 @@ def ran(tmp_path):
             (tmp_path / name).write_text(unindented(text))
         line = [sys.executable, "-m", "pytest", "-p", "tests.forks", "--forks", str(forks), "-rA", *words]
         environment = os.environ | {"PYTHONPATH": str(REPO), "LOG": str(tmp_path / "log")}
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         found = set(re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S+)", done.stdout, flags=re.MULTILINE))
         return done, found
 

@@ -24,20 +24,25 @@ def test_of_a_child(): subprocess.run([sys.executable, "-c", "import time\\nwhil
 
 def test_the_machines_pace_is_taken_out():
     tests = {"a": MOST["one test"] * 0.9, "b": 1.0}
-    assert too_much(tests, [PACE_S], MOST) == []
-    assert too_much({name: 3 * seconds for name, seconds in tests.items()}, [PACE_S * 3] * 9, MOST) == []
-    (said,) = too_much(tests, [PACE_S * 0.8], MOST)
+    assert too_much(tests, 0.0, [PACE_S], MOST) == []
+    assert too_much({name: 3 * seconds for name, seconds in tests.items()}, 0.0, [PACE_S * 3] * 9, MOST) == []
+    (said,) = too_much(tests, 0.0, [PACE_S * 0.8], MOST)
     assert said.startswith("one test (a): ")
 
 
 def test_one_odd_look_at_the_pace_changes_nothing():
     tests = {"a": MOST["one test"] * 1.1}
-    assert len(too_much(tests, [PACE_S, PACE_S, PACE_S * 50], MOST)) == 1
+    assert len(too_much(tests, 0.0, [PACE_S, PACE_S, PACE_S * 50], MOST)) == 1
+
+
+def test_what_fixtures_take_at_their_ends_is_no_single_tests():
+    assert too_much({"a": 1.0}, MOST["one test"] * 2, [PACE_S], MOST) == []
+    assert len(too_much({"a": 1.0}, MOST["all tests"], [PACE_S], MOST)) == 1
 
 
 def test_many_small_ones_are_too_much_together():
     tests = {str(number): 1.0 for number in range(int(MOST["all tests"]) + 1)}
-    (said,) = too_much(tests, [PACE_S], MOST)
+    (said,) = too_much(tests, 0.0, [PACE_S], MOST)
     assert said.startswith("all tests: ")
 
 
