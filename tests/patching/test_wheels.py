@@ -79,10 +79,6 @@ def expected(version: str) -> dict[str, str]:
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", **of_steps}
-        home = DSPARK_VERIFY.rpartition(".")[0] + (
-            ".dspark_draft_sampler" if since(version, "0.5.17") else ".dspark_worker_v2"
-        )
-        found |= {} if since(version, "0.5.19") else {"dspark_graphs": home}
     return found
 
 
