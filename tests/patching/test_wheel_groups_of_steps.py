@@ -233,7 +233,7 @@ class Server:
             self.leave_window(row)
 
 
-CASES = ((4, 0, 100), (4, 6, 40), (4, 10, 40), (128, 6, 100))  # groups of, rows that are verified, turns
+CASES = ((4, 0, 100), (4, 6, 70), (4, 10, 60), (128, 6, 100))  # groups of, rows that are verified, turns
 
 
 def demand_each_groups_own_tokens(ratio, rows, turns):

@@ -77,10 +77,6 @@ def expected(version: str) -> dict[str, str]:
         found |= {"mhc": DSPARK.partition(":")[0], "min_p_dspark": DSPARK_VERIFY, "step_tables": BACKEND}
         found |= {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", "dspark_lengths": BACKEND}
-        home = DSPARK_VERIFY.rpartition(".")[0] + (
-            ".dspark_draft_sampler" if since(version, "0.5.17") else ".dspark_worker_v2"
-        )
-        found |= {} if since(version, "0.5.19") else {"dspark_graphs": home}
     return found
 
 
