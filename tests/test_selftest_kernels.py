@@ -15,7 +15,7 @@ from deepseek_v4_sm120.reference import fp8_linear as fp8_reference
 from deepseek_v4_sm120.reference import mhc as mhc_reference
 from deepseek_v4_sm120.reference import mxfp4_moe as moe_reference
 from deepseek_v4_sm120.reference import sparse_decode as attention_reference
-from deepseek_v4_sm120.specs import all_reduce, bf16_linear, fp8_linear, mhc, mxfp4_moe, sparse_decode
+from deepseek_v4_sm120.specs import all_reduce, bf16_linear, fp8_linear, mhc, mxfp4_moe, router_topk, sparse_decode
 from deepseek_v4_sm120.specs.check import Failure, NotRun
 
 
@@ -233,3 +233,27 @@ def test_a_boundary_with_a_sum(wrong, small, monkeypatch):
         }[wrong]
         with pytest.raises(raised, match=words):
             mhc._check_sum("peer")
+
+
+# ---- router_topk's argmax of long rows
+
+
+GENERATOR = torch.Generator
+WRONG_PLACES = {
+    "the last of equals": lambda x: x.shape[1] - 1 - x.flip(1).argmax(1),
+    "a NaN is nothing": lambda x: x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(1),
+    "a minus zero is less": lambda x: torch.where(x == 0, torch.where(x.signbit(), -1e-30, 1e-30), x).argmax(1),
+    "of one part alone": lambda x: x[:, : router_topk.op.PART_NUMBERS].argmax(1),
+    "nothing": lambda x: torch.zeros(len(x), dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG_PLACES])
+def test_the_argmax_of_a_vocabulary(wrong, monkeypatch):
+    monkeypatch.setattr(torch, "Generator", lambda device: GENERATOR())
+    monkeypatch.setattr(router_topk.op, "row_argmax", WRONG_PLACES.get(wrong, lambda x: x.argmax(1)))
+    if wrong is None:
+        assert "torch's, of 6 kinds" in router_topk._check_argmax()
+        return
+    with pytest.raises(Failure, match="places differ"):
+        router_topk._check_argmax()

@@ -25,7 +25,7 @@ from tests.patching.test_wheel_sampling import (
 from tests.patching.test_wheel_wo_a import QUIET, take
 from tests.patching.wheels import every_release, fetch, since
 
-WORKER = "sglang.srt.speculative.eagle_worker_v2"
+OURS, WORKER = ours._ours, "sglang.srt.speculative.eagle_worker_v2"
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +130,26 @@ def test_what_follows_verification(version, asked):
 @pytest.mark.parametrize("topk, draws", [(2, False), (1, True)])
 def test_drafts_that_are_drawn_or_several_get_plain_logits(topk, draws):
     assert type(Graphs(topk, draws, tied(2)).execute().next_token_logits) is torch.Tensor
+
+
+def test_a_batch_that_samples_gets_plain_logits():
+    seen = []
+
+    def told(*given):
+        seen.append(type(next(one for one in given if hasattr(one, "next_token_logits")).next_token_logits))
+
+    forward, eagle_sample = ours.replace_forward(told), ours.replace_eagle_sample(told)
+    for top_ks in ([GREEDY] * 2, [GREEDY, SAMPLES]):
+        info, output = requests_of("0.5.23", top_ks), SimpleNamespace(next_token_logits=tied(2))
+        forward(None, output, info)
+        mode = SimpleNamespace(is_idle=lambda: False)
+        eagle_sample(None, SimpleNamespace(sampling_info=info, forward_mode=mode), output)
+    assert seen == [ours.StepLogits] * 2 + [torch.Tensor] * 2
+
+
+def test_a_kept_dimension(monkeypatch):
+    monkeypatch.setattr(ours.op, "row_argmax", lambda x: x.argmax(-1))
+    assert OURS(tied(3), -1).tolist() == [7] * 3 and OURS(tied(3), -1, True).tolist() == [[7]] * 3
 
 
 def test_elsewhere_all_is_sglangs(opened):  # noqa: F811
