@@ -125,6 +125,19 @@ def test_what_is_not_known_is_said(checkpoint, right):
         Judge(made.CONFIG, lacks).weights.under("mtp.0.").raw("h_proj.weight")
 
 
+def test_products_are_those_of_the_rows_that_are_there(checkpoint):
+    """Of a request that has grown, whose drafts were refused, or that is another one."""
+    kept, plain = judging.Kept(checkpoint).under("layers.0.attn."), model.Weights(checkpoint, "layers.0.attn.")
+    made_ = torch.Generator().manual_seed(1)
+    x, more, other = (torch.randn(rows, made.HIDDEN, generator=made_).double() for rows in (40, 5, 40))
+    changed = x.clone()
+    changed[3] = 0
+    for new in (x, torch.cat([x, more]), torch.cat([x[:38], more]), x[:30], other, changed, x):
+        assert torch.allclose(kept.product("wkv", new), new @ plain("wkv").T, rtol=1e-12)
+    kept.let_go()
+    assert not kept.made
+
+
 def test_a_layer_alone_that_is_wrong_is_seen():
     """Among layers that are right its share is small."""
     fine = {"share": 0.01, "reach": 0.01, "strength": 0.1}

@@ -121,14 +121,14 @@ def test_its_places_fit_where_a_record_is_asked_for(inspect_wheel, version):  # 
     inspect_wheel(version, fresh=True)
     made, without = (Engine(TABLE, host="sglang", settings=Settings(layers=folder)) for folder in ("/record", None))
     made.survey()
-    found = [record for record in made.records if record.patch is LAYERS]
+    found = [one for one in made.records if one.patch is LAYERS]
     is_known = since(version, FIRST)
-    told = {(record.state, record.review) for record in found}
+    told = {(one.state, one.review) for one in found}
     assert told == ({(READY, "reviewed")} if is_known else {(NOT_APPLICABLE, "")}) and len(found) == 4 * is_known + 1
-    for record in found if is_known else ():
-        assert [one.patch for one in made.records if one.where == record.where][-1] is LAYERS
-    [record] = [record for record in without.records if record.patch is LAYERS]
-    assert (record.state, record.reason) == (NOT_APPLICABLE, "only with DSV4_SM120_LAYERS")
+    for one in found if is_known else ():
+        assert [other.patch for other in made.records if other.where == one.where][-1] is LAYERS
+    [left] = [one for one in without.records if one.patch is LAYERS]
+    assert (left.state, left.reason) == (NOT_APPLICABLE, "only with DSV4_SM120_LAYERS")
 
 
 def calls(tree_, name):
