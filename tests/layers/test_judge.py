@@ -148,6 +148,9 @@ def test_a_layer_alone_that_is_wrong_is_seen():
     for wrong, said in ((bad, "a, 0.90"), (layer | {"error": 0.3}, "0.30"), (layer | {"outliers": 3}, "3 of 9 rows")):
         found = verdict.of([group | {"layers": {0: layer, 1: wrong}}], 2, ())
         assert found.status == verdict.FAULT and "layer 1" in found.faults[0] and said in found.faults[0]
+    many = {number: layer | {"outliers": 1} for number in range(9)}  # one in each, which one near tie in each may be
+    assert verdict.of([group | {"rows": 450, "outliers": 9, "layers": many}], 9, ()).status == verdict.RIGHT
+    assert verdict.of([group | {"rows": 81, "outliers": 9, "layers": many}], 9, ()).status == verdict.FAULT
     weak = group["layers"][0] | {"faults": {"a": fine | {"share": 0.9, "strength": verdict.STRONG / 2}}}
     assert verdict.of([group | {"layers": {0: layer, 1: weak}}], 2, ()).status == verdict.RIGHT
     assert verdict.of([group], 3, ("target, extend",)).status == verdict.UNJUDGED
