@@ -109,7 +109,8 @@ def status() -> dict:
     from deepseek_v4_sm120.patching import lifetime, report, report_files
     from deepseek_v4_sm120.patching.engine import Engine
     from deepseek_v4_sm120.settings import settings
-    from deepseek_v4_sm120.sglang_patches.table import INDEXER_CHOICES, TABLE
+    from deepseek_v4_sm120.sglang_patches.rows.index_select import INDEXER_CHOICES
+    from deepseek_v4_sm120.sglang_patches.table import TABLE
 
     engine = Engine(TABLE, host=patching.HOST, settings=settings())
     engine.survey()

@@ -2,19 +2,18 @@
 
     Loaded(folder, "torch").command + [script or -c code, arguments]        where a test would start sys.executable
 
-What is started is a real process, a thin one (_start), with its own input, output, environment and end. It hands these
-to the process that has imported (_serve), which forks: the fork has them as a Python started anew would, PYTHONPATH and
-its sitecustomize included, and runs the code. Who kills the one kills the other.
+What is started is a real process, a thin one (loaded_start.py), with its own input, output, environment and end. It
+hands these to the process that has imported (_serve), which forks: the fork has them as a Python started anew would,
+PYTHONPATH and its sitecustomize included, and runs the code. Who kills the one kills the other.
 """
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import gc
 import importlib
-import json
+import marshal
 import os
 import runpy
 import select
@@ -26,6 +25,7 @@ import threading
 import types
 from pathlib import Path
 
+START = str(Path(__file__).with_name("loaded_start.py"))
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # one: a fork has none of the others
 
 
@@ -52,7 +52,7 @@ class Loaded:
                 [*words, *self._modules], env=environ, pass_fds=[listener.fileno()], **pipes
             )
             listener.close()
-        return [sys.executable, "-I", "-S", __file__, "start", self._address]
+        return [sys.executable, "-I", "-S", START, self._address]
 
     def close(self) -> None:
         if self._process is not None:
@@ -60,66 +60,67 @@ class Loaded:
             self._process.wait()
 
 
-def _start(address: str, words: list[str]) -> None:
-    files = [0, 1, 2]
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # listdir's own is closed
-            if int(name) > 2 and os.get_inheritable(int(name)):
-                files.append(int(name))
-    server = socket.socket(socket.AF_UNIX)
-    server.connect(address)
-    told = json.dumps([words, files, os.getcwd(), dict(os.environ)]).encode()
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
-    server.sendmsg([len(told).to_bytes(8, "little")], ancillary)
-    server.sendall(told)
-    answer = server.recv(8, socket.MSG_WAITALL)
-    if len(answer) < 8:
-        sys.exit("loaded_python: the process that imports has ended")
-    status = int.from_bytes(answer, "little", signed=True)
-    if status < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
-
-
-def _all(connection: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        found += connection.recv(size - len(found))
-    return found
+def _asked(connection: socket.socket) -> tuple[list, list[int]] | None:
+    """What is to run, and with which files; None where who asked has gone meanwhile."""
+    size, files, _, _ = socket.recv_fds(connection, 8, 64)
+    told, wanted = b"", int.from_bytes(size, "little") or 1
+    while len(told) < wanted and (part := connection.recv(wanted - len(told))):
+        told += part
+    if len(size) == 8 and len(told) == wanted:
+        return marshal.loads(told), files
+    for file in files:
+        os.close(file)
+    return None
 
 
 def _serve(listener: socket.socket) -> tuple[list[str], list[str]]:
-    """Comes back in forks alone: with what to run there, and what sys.path is to have in front."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    """Comes back in forks alone: with what to run there, and what sys.path is to have in front. A fork's end is told to
+    who asked for it; one whose asker has gone is ended."""
+    running: dict[int, tuple[int, int, socket.socket]] = {}  # a fork's end, and its connection's number -> both, whose
+    waiting = select.poll()
+    for file in (listener.fileno(), 0):
+        waiting.register(file, select.POLLIN)
     while True:
-        ready, _, _ = select.select([listener, 0], [], [])
+        ready = [file for file, _ in waiting.poll()]
         if 0 in ready:  # whoever tests has ended
+            for child, _, _ in running.values():
+                os.kill(child, signal.SIGKILL)
             os._exit(0)
+        if ready[0] in running:
+            _tell_the_end(ready[0], running, waiting)
+            continue
         connection, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            return _attend(connection)
-        connection.close()
+        if (asked := _asked(connection)) is None:
+            connection.close()
+            continue
+        told, files = asked
+        if (child := os.fork()) == 0:
+            for one in (listener, connection, *{connection for _, _, connection in running.values()}):
+                one.close()
+            for end in {end for _, end, _ in running.values()}:
+                os.close(end)
+            return _become(told[0], files, *told[1:])
+        for file in files:
+            os.close(file)
+        end = os.pidfd_open(child)
+        for one in (end, connection.fileno()):
+            running[one] = child, end, connection
+            waiting.register(one, select.POLLIN)
 
 
-def _attend(connection: socket.socket) -> tuple[list[str], list[str]]:
-    """A process between: waits for the fork's end, tells it, and ends it when who asked has gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, files, _, _ = socket.recv_fds(connection, 8, 64)
-    words, places, folder, environ = json.loads(_all(connection, int.from_bytes(size, "little")))
-    if (child := os.fork()) == 0:
-        connection.close()
-        return _become(words, files, places, folder, environ)
-    end = os.pidfd_open(child)
-    ready, _, _ = select.select([connection, end], [], [])
-    if end not in ready:
+def _tell_the_end(file: int, running: dict[int, tuple[int, int, socket.socket]], waiting: select.poll) -> None:
+    """Of the fork whose end this is, or whose connection: then its asker has gone."""
+    child, end, connection = running[file]
+    if file != end:
         os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # its processor time is then this one's children's
+    for one in (end, connection.fileno()):
+        waiting.unregister(one)
+        del running[one]
     with contextlib.suppress(OSError):
         connection.sendall(status.to_bytes(8, "little", signed=True))
-    os._exit(0)
+    connection.close()
+    os.close(end)
 
 
 def _become(words, files, places, folder, environ) -> tuple[list[str], list[str]]:
@@ -154,9 +155,7 @@ def _as_main(words: list[str], path: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "start":
-        _start(sys.argv[2], sys.argv[3:])
-    else:
+    if sys.argv[1] == "serve":
         sys.path.pop(0)  # this file's folder
         base = [*sys.path]
         sys.path += [part for part in sys.argv[3].split(os.pathsep) if part]

@@ -75,6 +75,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("expert_map",),
         ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch", "taken"),
     ),
+    "router_topk::ArgmaxParams": ((), ("x", "parts", "out")),
     "router_topk::Params": ((), ("logits", "bias", "weights", "ids", "real_rows")),
     "sparse_decode::Params": (
         ("attn_sink",),
@@ -209,6 +210,9 @@ KERNELS: dict[str, Kernel] = {
     "mxfp4_moe, sorted, sum": Kernel(r"mxfp4_moe::sorted_sum_kernel<", "mxfp4_moe::SumParams", BEHIND),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
     "router_topk": Kernel(r"router_topk::router_topk_kernel<", "router_topk::Params", BEHIND),
+    "router_topk, argmax of long rows": Kernel(
+        r"router_topk::.*argmax_(part|row)_kernel", "router_topk::ArgmaxParams", BEHIND
+    ),
     "sparse_decode": Kernel(
         r"sparse_decode::(pairs::sparse_decode_(pairs|wide)|sparse_decode)_kernel\b", "sparse_decode::Params", BEHIND
     ),

@@ -74,7 +74,7 @@ def prepared(environment: dict[str, str]) -> tuple[str, subprocess.Popen]:
     python = str(private_python())
     quiet = {"env": environment, "cwd": REPO, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     fetching = subprocess.Popen([python, "-m", "tests.patching.wheels"], **quiet)  # a test says what cannot be fetched
-    if not (REPO / "tests/__pycache__").exists():  # the workers do not compile all tests each, at the same time
+    if not (REPO / "tests/__pycache__").exists():  # what collects does not compile all tests when the build has ended
         subprocess.run([python, "-m", "pytest", "--collect-only", "-q"], **quiet)
     return python, fetching
 
@@ -100,8 +100,9 @@ def run_without_gpu(arguments: list[str]) -> int:
     # A file's tests stay together: its wheels are unpacked and its interpreters started once. Three processes more than
     # cores, for those that wait for servers, and of each one thread, for threads that wait for each other take a core
     # too; in the order of conftest.py, which has the long files early.
-    spread = ["-n", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder"]
-    command = [python, "-m", "pytest", "-m", "not gpu", *spread, *arguments]
+    spread = ["-p", "tests.forks", "--forks", str((os.cpu_count() or 1) + 3)]
+    costs = ["-p", "tests.processor_time", *([] if arguments else ["--whole-suite"])]
+    command = [python, "-m", "pytest", "-m", "not gpu", *spread, *costs, *arguments]
     tests = subprocess.run(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=REPO).returncode
     fetching.kill()
     if any(device.exists() for device in GPU_DEVICES):

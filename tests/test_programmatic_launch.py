@@ -109,6 +109,7 @@ def offsets(folder: Path) -> dict[str, dict[int, str]]:
         "mxfp4_moe/scaled",
         "mxfp4_moe/sorted",
         "mxfp4_moe/tiles",
+        "router_topk/argmax",
     ]
     lines += [f'#include "{name}.h"' for name in (*(f"{name}/{name}" for name in headers), *parts)] + ["int main() {"]
     for struct_, (constant, produced) in POINTERS.items():

@@ -55,6 +55,7 @@ FAULTS = {
     **{"overlap": False, "ape": False, "index_topk": 7, "sink": False, "rotates_back": False, "unit_queries": False},
     **{"hashed": False, "bias_in_weights": True, "renormalize": False, "routed_scale": 1.0, "shared_expert": False},
     **{"swiglu_limit": False, "mixing_turned": True, "sees_before": 100, "yarn": False},
+    "index": Rules(yarn=False),
 }
 
 

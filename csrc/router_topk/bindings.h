@@ -1,7 +1,8 @@
-// The Python function of the router's top-k: raw pointers and sizes, keyword-only; ops/ validates them.
+// The Python functions of the router's top-k and of the argmax of long rows: raw pointers and sizes, keyword-only; ops/ validates them.
 #pragma once
 
 #include "../arguments.h"
+#include "argmax.h"
 #include "router_topk.h"
 
 namespace dsv4::router_topk {
@@ -27,8 +28,22 @@ inline void run(Arguments& a) {
   launch(p, last.pdl, last.stream);
 }
 
+inline void run_argmax(Arguments& a) {
+  ArgmaxParams p = {};
+  p.x = a["x"];
+  p.x_stride = a["x_stride"];
+  p.parts = a["parts"];
+  p.out = a["out"];
+  p.columns = a["columns"];
+  const int rows = a["rows"];
+  const LaunchArguments last = a.last();
+  launch_argmax(p, rows, last.pdl, last.stream);
+}
+
 inline void bind(py::module_& m) {
   define(m, "router_topk", run);
+  define(m, "row_argmax", run_argmax);
+  m.attr("row_argmax_numbers") = kPartNumbers;
   m.attr("router_topk_limits") = py::make_tuple(kMaxExperts, kMaxTopk);
 }
 

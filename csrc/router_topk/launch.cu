@@ -3,6 +3,7 @@
 #include <string>
 #include <type_traits>
 
+#include "argmax.h"
 #include "kernel.cuh"
 
 namespace dsv4::router_topk {
@@ -36,7 +37,9 @@ void launch(const Params& params, bool pdl, cudaStream_t stream) {
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {attributes_of(kName, reinterpret_cast<const void*>(&router_topk_kernel<8, true>), "router_topk", 256, 0)};
+  std::vector<KernelAttributes> all = argmax_attributes();
+  all.push_back(attributes_of(kName, reinterpret_cast<const void*>(&router_topk_kernel<8, true>), "router_topk", 256, 0));
+  return all;
 }
 
 }  // namespace dsv4::router_topk

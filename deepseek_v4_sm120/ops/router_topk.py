@@ -1,16 +1,19 @@
-"""Public router top-k: checks the arguments, launches. One kernel, no scratch."""
+"""Public router top-k, one kernel and no scratch, and the argmax of long rows: checks the arguments, launches."""
 
 from __future__ import annotations
 
 import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension, triton_version
-from deepseek_v4_sm120.ops.shared.checks import INT32, Call, Question
+from deepseek_v4_sm120.ops.shared.checks import FP32, INT32, VECTOR, Call, Question
 from deepseek_v4_sm120.ops.shared.limits import LIMITS
 
 MAX_EXPERTS, MAX_TOPK = (LIMITS["router_topk"][name].most for name in ("experts", "experts_per_token"))
 IN_PAIRS_SINCE = (3, 8)  # the first Triton that adds up a lane's numbers so
 _DTYPES = (torch.float32, torch.bfloat16)
+PART_NUMBERS = 4096  # of row_argmax's blocks; argmax.h has it too, and a test compares
+MOST_ROWS = 65_535
+_STRIDES = 4  # that row_argmax's rows have multiples of: 16 bytes
 
 
 def router_topk(router_logits, bias, topk, *, log1p=True, renormalize=True, scale=1.0, real_rows=None, in_pairs=True):
@@ -54,6 +57,49 @@ def router_topk(router_logits, bias, topk, *, log1p=True, renormalize=True, scal
         with cuda_tensors.on_device_of(router_logits):
             _launch(router_logits, bias, weights, ids, log1p, renormalize, scale, real_rows, in_pairs)
     return weights, ids
+
+
+def row_argmax(x):
+    """The place of each row's greatest number: the first of equal ones, both zeros being equal, and a NaN before all.
+
+    x         [rows, columns] float32, last dim contiguous, row stride and columns multiples of 4; 0 to 65,535 rows
+    returns   [rows] int64: torch.argmax's, which has one block for a row where this has one for 4,096 numbers
+
+    Exact, so the same in every run and every batch; errors and graphs as router_topk's, with scratch of torch's.
+    Source: torch.argmax of CUDA tensors; made for the logits of a step.
+    """
+    check = Call("row_argmax", "x", x)
+    rows, columns = check.tensor("x", x, FP32, "rows, columns", _STRIDES, VECTOR)
+    if rows > MOST_ROWS or columns < 1 or columns % _STRIDES:
+        check.refuse("shape", "x", f"have at most {MOST_ROWS} rows of a multiple of {_STRIDES} numbers", tuple(x.shape))
+    check.on_cuda()
+    out = torch.empty(rows, dtype=torch.int64, device=x.device)
+    if rows:
+        parts = torch.empty(rows * -(-columns // PART_NUMBERS), dtype=torch.int64, device=x.device)
+        with cuda_tensors.on_device_of(x):
+            extension.load().row_argmax(
+                x=x.data_ptr(),
+                x_stride=x.stride(0),
+                parts=parts.data_ptr(),
+                out=out.data_ptr(),
+                rows=rows,
+                columns=columns,
+                pdl=True,
+                stream=cuda_tensors.current_stream(x.device.index),
+            )
+    return out
+
+
+def takes_row_argmax(x) -> bool:
+    """True where row_argmax takes these; an adapter asks before it replaces a call."""
+    ask = Question("row_argmax", "x", x)
+    return bool(
+        x.ndim == 2
+        and 0 < x.shape[0] <= MOST_ROWS
+        and x.shape[1] > 0
+        and x.shape[1] % _STRIDES == 0
+        and ask.tensor("x", x, FP32, x.shape, _STRIDES, VECTOR)
+    )
 
 
 def triton_adds_in_pairs() -> bool:

@@ -144,7 +144,12 @@ class HostVersion:
                 f"deepseek_v4_sm120: {sys.executable} finds {self} but not the package `packaging`, which {self.host} "
                 f"itself requires; install it with: {sys.executable} -m pip install packaging"
             ) from error
-        return SpecifierSet(text)
+        return _set_of(SpecifierSet, text)
+
+
+@functools.cache  # a table asks the same hundreds of times
+def _set_of(kind: type, text: str):
+    return kind(text)
 
 
 def _version(text: str) -> Version:

@@ -53,6 +53,7 @@ class Rules:
     overlap: bool = True  # of groups of 4
     ape: bool = True
     index_topk: int | None = None  # None: the config's
+    index: Rules | None = None  # those by which the index ranks entries; None: these
     sink: bool = True
     rotates_back: bool = True
     unit_queries: bool = True
@@ -247,7 +248,9 @@ def attention(config: Config, weights: Weights, x: torch.Tensor, ratio: int, *, 
         found = entries(weights.under("compressor."), x, ratio, by, config.eps, rules)
         seen_entries = complete(first, tokens, len(found), ratio, rules, x.device)
         if ratio == 4:
-            seen_entries &= chosen(config, weights.under("indexer."), latent, x, first, by, rules)
+            of_index = rules.index or rules
+            turn = angles(config, ratio, of_index).to(x.device)
+            seen_entries &= chosen(config, weights.under("indexer."), latent, x, first, turn, of_index)
         keys, seen = torch.cat([keys, stored_key(mhc.bf16(found))]), torch.cat([seen, seen_entries], dim=1)
     some = zip(queries.split(ROWS), seen.split(ROWS), strict=True)
     out = torch.cat([attend(q, keys, s, weights, rules) for q, s in some])

@@ -37,6 +37,14 @@ def router_topk(logits, bias, topk, *, renormalize=True, scale=1.0, real_rows=No
     return weights, ids
 
 
+def row_argmax(x: torch.Tensor) -> torch.Tensor:
+    """int64 [rows]: where the greatest number of each is, or its first NaN."""
+    missing = x.isnan()
+    greatest = x.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
+    is_it = torch.where(missing.any(1, keepdim=True), missing, x == greatest)
+    return torch.where(is_it, torch.arange(x.shape[1], device=x.device), x.shape[1]).amin(1)
+
+
 def router_topk_by_numbers(logits, bias, topk):
     """The same, renormalised, number by number: for small sizes and finite logits."""
     weights, ids = [], []

@@ -30,11 +30,18 @@ from deepseek_v4_sm120.sglang_patches.rows.attention import (
     HELD_LATENTS,
     LOADED_PREFIXES,
     PLAIN_ANGLES,
+    STEP_TABLES,
     UPDATED_SINKS,
 )
 from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
-from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
+from deepseek_v4_sm120.sglang_patches.rows.dspark import (
+    DSPARK_GRAPHS,
+    DSPARK_LENGTHS,
+    DSPARK_PENALTIES,
+    DSPARK_WINDOWS,
+    MIN_P_DSPARK,
+)
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     ARGUMENT_NAMES,
     ASSISTANT_MARKS,
@@ -74,6 +81,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     UNKNOWN_TOKENS,
     WHOLE_CHARACTERS,
 )
+from deepseek_v4_sm120.sglang_patches.rows.index_select import DEALT_INDEX, INDEX_SELECT
 from deepseek_v4_sm120.sglang_patches.rows.layers import LAYERS
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import (
@@ -83,7 +91,9 @@ from deepseek_v4_sm120.sglang_patches.rows.mhc import (
     PROMPTS_IN_HALVES,
 )
 from deepseek_v4_sm120.sglang_patches.rows.sampling import (
+    CERTAIN_TOKENS,
     DRAFT_PROBABILITIES,
+    GREEDY_ARGMAX,
     MIN_P_TOKENS,
     MIN_P_VERIFY,
     MIN_TOKENS,
@@ -95,6 +105,7 @@ from deepseek_v4_sm120.sglang_patches.rows.sampling import (
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import (
     CACHED_BEGINNING,
     FENCED_COPIES,
+    FIRST_STOPS,
     FREED_WINDOWS,
     GRAMMAR_ENDS,
     GRAMMARS,
@@ -147,7 +158,7 @@ SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k
 FLASH_MLA_INTERFACE = Parameters((*SGL_KERNEL.signature, "kv_format=None", "*", "use_legacy=True"))
 
 _attention, _experts = map(targets_of, ("sparse_decode", "mxfp4_moe"))
-_index, _linear = map(targets_of, ("index_select", "fp8_linear"))
+_linear = targets_of("fp8_linear")
 
 SPARSE_DECODE = Patch(
     name="sparse_decode",
@@ -420,81 +431,6 @@ PREFILL_INTERVAL = Patch(
     retire="with SGLang 0.5.17",
 )
 
-# DeepGEMM's logits, which forward_c4_indexer imports at the call: (q, cache, weights, lengths, page table, ...)
-DEEP_GEMM = "deep_gemm"
-DEEP_GEMM_LOGITS = "fp8_paged_mqa_logits"
-DEEP_GEMM_LOGITS_FP4 = "fp8_fp4_paged_mqa_logits"
-# What users set to choose SGLang's own indexer or top-k; `status` shows the ones that are set
-INDEXER_CHOICES = (
-    "SGLANG_OPT_USE_TILELANG_INDEXER",
-    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH",
-    "SGLANG_OPT_USE_TOPK_V2",
-    "SGLANG_TOPK_TRANSFORM_512_TORCH",
-    "SGLANG_OPT_DSV4_NONPAGED_INDEXER",
-)
-TILELANG = "sglang.kernels.ops.attention.dsa.tilelang_kernel"
-
-
-LOGITS = Parameters(
-    ("q_fp8", "kvcache_fp8", "weight", "seq_lens", "page_table", "deep_gemm_metadata", "max_seq_len")
-    + ("clean_logits=...",)
-)
-FORWARD_C4_INDEXER = f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer"
-FORWARD_C4_INDEXER_PARAMETERS = Parameters(("self", "x", "q_lora", "c4_indexer", "forward_batch"), further="any")
-OF_TOPK = ("scores", "seq_lens", "page_tables", "out_page_indices", "page_size")
-TOPK = Parameters(OF_TOPK, further="any", imported=True)
-OTHER_TOPK = Parameters(("scores",), further="any")
-
-
-def _topk(name: str, sglang: str) -> Target:
-    return _index(f"{INDEXER}:topk_transform_{name}", "topk", TOPK, sglang)
-
-
-def _other_topk(name: str, sglang: str) -> Target:
-    return _index(f"{INDEXER}:topk_transform_{name}", "other_topk", OTHER_TOPK, sglang)
-
-
-INDEX_SELECT = Patch(
-    name="index_select",
-    why="index logits and top-k of the C4 layers: stock keeps fp32 logits of [rows, captured context] between a kernel "
-    "that reads all keys once per query and one that has a block per row; bench/index_select.py",
-    targets=(
-        _index(FORWARD_C4_INDEXER, "forward", FORWARD_C4_INDEXER_PARAMETERS, "<0.6"),
-        # the logits that SGLang picks on SM120: torch up to 0.5.15, then TileLang
-        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch", "logits", LOGITS, "<0.5.13"),
-        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch_sm120", "logits", LOGITS, ">=0.5.13,<0.5.16"),
-        _index(f"{TILELANG}:tilelang_fp8_paged_mqa_logits", "logits", LOGITS, ">=0.5.16,<0.6"),
-        # SGLang's own top-k, as the indexer imported it
-        _topk("512", "<0.5.20"),
-        _topk("512_v2", "<0.5.20"),
-        _topk("paged", ">=0.5.20,<0.6"),
-        _topk("paged_v2", ">=0.5.20,<0.6"),
-        # explicit choices: these get stock logits
-        _other_topk("512_pytorch_vectorized", "<0.5.20"),
-        _other_topk("512_flashinfer_unfused", ">=0.5.17,<0.5.20"),
-        _other_topk("512_flashinfer_fused", ">=0.5.19,<0.5.20"),
-        _other_topk("pytorch_vectorized", ">=0.5.20,<0.6"),
-        _other_topk("flashinfer_unfused", ">=0.5.20,<0.6"),
-        _other_topk("flashinfer_fused", ">=0.5.20,<0.6"),
-    ),
-    needs=(EXTENSION,),
-    retire="when the stock pair is faster on SM120 and needs no logits tensor (bench/index_select.py)",
-)
-
-DEALT_INDEX = Patch(
-    name="dealt_index",
-    why="the indexer is replicated: under tensor parallelism every card scores all rows of a prompt, 35 TFLOP a layer "
-    "and chunk of 8,192 at a million tokens. Each takes its share of the rows, and the lists are gathered",
-    targets=(
-        targets_of("index_select_dealt")(FORWARD_C4_INDEXER, "forward", FORWARD_C4_INDEXER_PARAMETERS, ">=0.5.13,<0.6"),
-    ),
-    needs=(EXTENSION,),
-    default="dealt_index",
-    serves="index_select",
-    absent="its groups and exchanges were read from 0.5.13 on; on SM120 0.5.12's indexer is DeepGEMM's unless told",
-    retire="when SGLang divides the rows itself",
-)
-
 
 def _seams(name: str, sglang: str, *places: str) -> tuple[Target, ...]:
     return tuple(targets_of("platform_seams")(where, name, Bound(), sglang) for where in places)
@@ -566,9 +502,18 @@ TABLE = Table(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_SAMPLING, REPRODUCIBLE_ARGUMENTS),
         *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, DEALT_PRODUCTS, ROUTER_TOPK, FP8_LINEAR, DRAFT_HEAD, WO_A),
-        *(MHC, DEALT_STREAMS, PROMPTS_IN_HALVES, COMPRESSOR, ALL_REDUCE, NCCL_START, DSPARK_LENGTHS),
-        *(MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES, DSPARK_PENALTIES, MIN_TOKENS, DSPARK_WINDOWS, MIN_P_DSPARK),
-        *(LONGEST_PROMPT, CACHED_BEGINNING, GRAMMARS, GRAMMAR_ENDS, TOOL_STRINGS, DISCONNECTS, DEFAULT_THINKING),
+        *(MHC, DEALT_STREAMS, PROMPTS_IN_HALVES, COMPRESSOR, ALL_REDUCE, NCCL_START, DSPARK_LENGTHS, GREEDY_ARGMAX),
+        *(CERTAIN_TOKENS, MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES, DSPARK_PENALTIES, MIN_TOKENS, DSPARK_WINDOWS),
+        *(
+            MIN_P_DSPARK,
+            LONGEST_PROMPT,
+            CACHED_BEGINNING,
+            GRAMMARS,
+            GRAMMAR_ENDS,
+            TOOL_STRINGS,
+            DISCONNECTS,
+            DEFAULT_THINKING,
+        ),
         *(THOUGHT_HISTORY, DEVELOPER_MESSAGES, UNCHOSEN_TOOLS, EFFORT_LEVELS, JSON_ANSWERS, THINK_MARKS, LONG_CALLS),
         *(CUT_CHARACTERS, CALL_ORDER, TURN_PHASES, BLANKS_BEFORE_CALLS, BILLING_LINES, STOP_SEQUENCES),
         *(WHOLE_CHARACTERS, THOUGHT_COUNTS, UNKNOWN_TOKENS, MAX_OUTPUT_TOKENS, PROMPT_LOGPROBS, SEEDED_DRAWS),
@@ -576,9 +521,9 @@ TABLE = Table(
         *(SAMPLED_STATES, STRICT_SCHEMAS, SAMPLE_SEEDS, TOOL_FIELDS, TEXT_PARTS, CUT_ARGUMENTS, ARGUMENT_NAMES),
         *(SYSTEM_REMINDERS, DEVELOPER_ITEMS, ASSISTANT_MARKS, SHARED_BEGINNINGS, STRIPPED_THOUGHTS),
         *(WAITING_CHUNKS, MIXED_CHUNKS),  # the first below PREEMPTED_REQUESTS, which is told what was let in at last
-        *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES, FENCED_COPIES, FREED_WINDOWS),
-        *(DRAFT_CHAIN, PLAIN_ANGLES, HELD_LATENTS, DRAFT_PROBABILITIES, REPLACED_SESSIONS, STORED_PAGES),
-        *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS, LAYERS),
+        *(PREEMPTED_REQUESTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES, FENCED_COPIES, FREED_WINDOWS, DSPARK_GRAPHS),
+        *(DRAFT_CHAIN, FIRST_STOPS, STEP_TABLES, PLAIN_ANGLES, HELD_LATENTS, DRAFT_PROBABILITIES, REPLACED_SESSIONS),
+        *(STORED_PAGES, ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS, LAYERS),
     ),
     defaults=DEFAULTS,
     stand_ins=(

@@ -75,6 +75,7 @@ def checks(quick: bool) -> Iterator[Check]:
     for kind in KINDS[:4]:
         yield Check("router_topk", f"logits: {kind}", functools.partial(_check_kind, kind), ON_GPU)
     yield Check("router_topk", "NaN, infinity, padding", _check_hostile, ON_GPU)
+    yield Check("router_topk", "argmax of a vocabulary", _check_argmax, ON_GPU)
 
 
 def _check_references() -> str:
@@ -108,6 +109,37 @@ def _check_hostile() -> str:
                 f"{kind}: {differing} rows with other experts, {int((weights[50:] != 0).sum())} weights of padding"
             )
     return "the reference's experts, none of padded rows"
+
+
+def make_logits(kind: str, generator: torch.Generator, *, rows=5, columns=FLASH.vocab) -> torch.Tensor:
+    """[rows, columns] float32 of an argmax that hangs on more than the numbers. kind: ties (few values, as of bf16),
+    ends (the greatest is a part's first or last), zeros (none is greater, of both signs), low, infinite, nan."""
+    x = torch.randn(rows, columns, generator=generator, device=generator.device)
+    at = torch.randint(columns, (rows, 3), generator=generator, device=generator.device)
+    if kind == "ties":
+        return (x * 2).round() / 2
+    if kind == "ends":
+        ends = torch.tensor([columns - 1, op.PART_NUMBERS - 1, op.PART_NUMBERS, 0], device=x.device) % columns
+        return x.scatter(1, ends[torch.arange(rows, device=x.device) % 4][:, None], 50.0)
+    if kind == "zeros":
+        return (-x.abs() - 1).scatter(1, at, torch.tensor([[-0.0, 0.0, -0.0]], device=x.device).expand(rows, 3))
+    if kind == "low":
+        return torch.full_like(x, -torch.inf).scatter(1, at[:, :1], -torch.finfo(torch.float32).max)
+    if kind == "infinite":
+        return x.scatter(1, at, torch.inf)
+    return x.scatter(1, at, torch.tensor([[torch.nan, torch.inf, -torch.nan]], device=x.device).expand(rows, 3))
+
+
+LOGITS = ("ties", "ends", "zeros", "low", "infinite", "nan")
+
+
+def _check_argmax() -> str:
+    generator = torch.Generator("cuda").manual_seed(9)
+    for kind in LOGITS:
+        logits = make_logits(kind, generator)
+        same(op.row_argmax(logits), reference.row_argmax(logits), f"{kind}: places")
+        same(op.row_argmax(logits), logits.argmax(-1), f"{kind}: torch's places")
+    return f"the reference's places, and torch's, of {len(LOGITS)} kinds"
 
 
 # ---- calibrate: the shapes of a plan

@@ -27,10 +27,10 @@ INPUTS, SHARES = 512, 16
 def by_the_kernels_order(x, weight, *, out_dtype=torch.float32):
     """16 shares of the inputs, each from its first to its last, then the shares from the first to the last: as
     csrc/bf16_linear adds them, whatever the rows and the outputs are, but for the order within 16 inputs of an mma."""
-    terms = (x.float()[:, None] * weight.float()[None]).unflatten(2, (SHARES, -1))
-    shares = torch.zeros(terms.shape[:3])
-    for i in range(terms.shape[3]):
-        shares = shares + terms[..., i]
+    x, weight = (one.float().unflatten(1, (SHARES, -1)).movedim(2, 0).contiguous() for one in (x, weight))
+    shares = torch.zeros(x.shape[1], weight.shape[1], SHARES)
+    for i in range(x.shape[0]):
+        shares = shares + x[i, :, None] * weight[i, None]
     found = torch.zeros(shares.shape[:2])
     for i in range(SHARES):
         found = found + shares[..., i]

@@ -105,8 +105,7 @@ IMPLEMENTATIONS = {
     "index_shadow": "ours beside DeepGEMM's logits and SGLang's top-k",
     "index_seams_shadow": "ours beside TileLang's logits and SGLang's top-k",
     "router_shadow": "ours beside SGLang's, the router's choice among it",
-    "index_a": "ours, DSV4_SM120_FORCE=ops, every call ours",
-    "index_b": "ours, DSV4_SM120_FORCE=ops, every call ours",
+    **dict.fromkeys(("index_a", "index_b"), "ours, DSV4_SM120_FORCE=ops, every call ours"),
     "index2_shadow": "ours beside TileLang's logits and SGLang's top-k, index rows dealt to two cards",
     **{
         f"index2{timed}_{dealt}{peers}": f"ours, two cards, index rows {words}{through}"
@@ -166,6 +165,7 @@ IMPLEMENTATIONS = {
     "lengths_told_dspark3": "ours, DSPARK, a block of 3",
     "lengths_asked_dspark3": "ours, DSPARK, a block of 3, its draft's lengths asked of the GPU",
     "ops43_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3",
+    "ops43_glue_e4m3_drafts": "ours, EAGLE 3/1/4, the head in E4M3, without greedy_argmax and step_tables",
     "ops43_router_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3, with router_topk",
     **{
         f"{kind}_{name}": f"ours, {'not reproducible' if kind == 'unlike' else 'reproducible'}, {text}"

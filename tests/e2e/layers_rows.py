@@ -17,6 +17,8 @@ IMPLEMENTATIONS = {
     "layers_eagle314_blind": "ours, every operator on, EAGLE 3/1/4, draft_chain=off",
     "layers_stock": "SGLang stock (FlashMLA, Hopper)",
     "layers_stock_eagle314": "SGLang stock (FlashMLA, Hopper), EAGLE 3/1/4",
+    "layers_ours_tp2": "ours, every operator on, two cards",
+    "layers_eagle314_tp2": "ours, every operator on, EAGLE 3/1/4, two cards",
 }
 MOST_OF_STOCK = 1.0
 PLANTED = {"layers_eagle314_blind": "blind behind the first draft"}  # a fault that the case is there to show

@@ -29,7 +29,7 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(HERE)]
 
 from faults_stage import release  # noqa: E402
-from stages import EVERY_CALL, PAGED_EXTEND, PAGED_INDEX, SIDE_BY_SIDE_ENVIRONMENT, eagle  # noqa: E402
+from stages import EVERY_CALL, PAGED_EXTEND, PAGED_INDEX, SIDE_BY_SIDE_ENVIRONMENT, TWO_CARDS, eagle  # noqa: E402
 from what_ran import commit, device, read_json  # noqa: E402
 
 STAGE, MODEL = "layers", "layers6"
@@ -46,7 +46,10 @@ CASES = {  # name -> (is it patched, its environment, what it is asked)
     "layers_eagle314_blind": (True, EVERY_CALL | BLIND, DRAFTED + eagle(3)),
     "layers_stock": (False, STOCK, ASKED),
     "layers_stock_eagle314": (False, STOCK, DRAFTED + eagle(3)),
+    "layers_ours_tp2": (True, EVERY_CALL, ASKED + TWO_CARDS),
+    "layers_eagle314_tp2": (True, EVERY_CALL, DRAFTED + eagle(3) + TWO_CARDS),
 }
+OF_ONE_CARD = [name for name in CASES if not name.endswith("_tp2")]
 
 
 def environment(name: str, work: Path) -> dict:
@@ -107,7 +110,7 @@ def parse(argv):
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--models", type=Path, default=Path("/tmp/models_layers"))
     parser.add_argument("--work", type=Path, default=Path(f"/tmp/dsv4_sm120_{STAGE}"))
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="+", choices=CASES, default=OF_ONE_CARD)
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--first-port", type=int, default=14000)
     parser.add_argument("--limit-s", type=float, default=400)

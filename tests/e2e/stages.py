@@ -106,6 +106,7 @@ TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "-
 TEXT += ["--batches", "8", "32", "--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
 TEXT += accepted_stage.TOKENIZER
 E4M3_DRAFTS = {"DSV4_SM120_SET": "draft_head=on"}
+OWN_GLUE = {"DSV4_SM120_SET": "draft_head=on,greedy_argmax=off,step_tables=off"}  # what lies between is SGLang's own
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
 DRAWN = ["--variant", "flash6h", "--new", "600", "--graph-bs", "1", "8", "32", "64", "--max-running", "64"]
 LENGTHS_TIMED = ["--max-total-tokens", "20000", "--mem", "0.95", "--bs", "1", "--phases", "bench", "--rounds", "8"]
@@ -268,6 +269,9 @@ STAGES = {
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
         Case("ops43_e4m3_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | E4M3_DRAFTS, takes_turns=True),
+        Case(
+            "ops43_glue_e4m3_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | OWN_GLUE, takes_turns=True
+        ),
         Case(
             "ops43_router_e4m3_drafts",
             SPECULATION_TIMED + eagle(3),

@@ -56,7 +56,8 @@ if mode:
     with open(os.environ["DSV4_SM120_REPORT"] + "/1.json", "w") as f:
         json.dump(report, f)
 accept = 2 if "--speculative-algorithm" in sys.argv else 1
-server = FakeServer([fault] if fault else [], int(value("--port")), accept_length=accept, step_s=0.0005, quiet_s=0.2)
+PACE = {{"step_s": 0.0005, "quiet_s": 0.2, "stream_interval": 8}}
+server = FakeServer([fault] if fault else [], int(value("--port")), accept_length=accept, **PACE)
 server.exits = True
 server.http.serve_forever()
 """

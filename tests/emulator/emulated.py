@@ -268,8 +268,9 @@ def _words(self, stream: int, words: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def emulated(**choices) -> Iterator[None]:
-    """choices: as `choose` takes them."""
+def emulated(runs: bool = True, **choices) -> Iterator[None]:
+    """runs: whether anything does; else launches are only taken (`taken`), and no memory needs to be known. choices: as
+    `choose` takes them."""
     library().emulator_forget_launches()
     replaced = [
         (extension, "load", module),
@@ -290,6 +291,10 @@ def emulated(**choices) -> Iterator[None]:
         for owner, name, new in replaced:
             setattr(owner, name, new)
         choose(**choices)
+        if not runs:
+            yield
+            taken()  # what is left
+            return
         with _Tensors() as tensors:
             yield
             tensors.run()

@@ -139,7 +139,7 @@ def check(launches, rows: int, sms: int) -> None:
 def test_every_launch_is_one_that_the_card_takes(operator):
     calls = list(CALLS[operator]())
     for sms in CARDS:
-        with emulated(multiprocessors=sms):
+        with emulated(runs=False, multiprocessors=sms):
             for rows, call in calls:
                 call()
                 check(taken(), rows, sms)
@@ -150,7 +150,7 @@ def test_every_launch_is_one_that_the_card_takes(operator):
 def test_every_sum_is_one_that_the_card_takes(ranks, transport):
     one = mhc_spec.make_inputs(mhc_spec.Shape(1), device="cpu")
     for sms in CARDS[::3]:
-        with emulated(multiprocessors=sms):
+        with emulated(runs=False, multiprocessors=sms):
             cards = group(ranks, transport=transport, hidden=4096, max_rows=512)
             for rows in (1, 4, 8, 16, 17, 31, 64, 512):
                 f = [empty(rows, 4096) for _ in cards]
@@ -198,7 +198,7 @@ def layer(kind: str, outputs: int, inputs: int, rows: int):
 def test_no_second_turn_for_the_few_blocks_that_larger_ones_would_save(kind):
     for (size, rows), wanted in BLOCKS[kind].items():
         for sms, blocks in wanted.items():
-            with emulated(multiprocessors=sms):
+            with emulated(runs=False, multiprocessors=sms):
                 layer(kind, *size, rows)()
                 assert math.prod(taken()[0].blocks) == blocks, (size, rows, sms)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from deepseek_v4_sm120.ops.router_topk import router_topk, triton_adds_in_pairs
+from deepseek_v4_sm120.ops.router_topk import PART_NUMBERS, router_topk, row_argmax, triton_adds_in_pairs
 from deepseek_v4_sm120.reference import router_topk as reference
 from deepseek_v4_sm120.sglang_patches.table import ROUTER_TOPK
-from deepseek_v4_sm120.specs.router_topk import KINDS, TOPK, make_inputs
+from deepseek_v4_sm120.specs.router_topk import KINDS, LOGITS, TOPK, make_inputs, make_logits
 from tests.emulator.emulated import emulated, ran
 from tests.emulator.triton_kernels import on_emulator
 from tests.patching import triton_router
@@ -101,3 +101,23 @@ def test_the_order_in_which_a_rows_weights_are_added_up():
     assert not torch.equal(sums[True], sums[False])
     for in_pairs, weights in found.items():
         assert torch.equal(bits(weights), bits(scores / sums[in_pairs][:, None]))
+
+
+@pytest.mark.parametrize("columns", [4, 1028, PART_NUMBERS, 2 * PART_NUMBERS + 260])
+def test_the_places_of_rows_greatest(columns):
+    """Rows of a wider tensor, of all kinds of ties and no numbers."""
+    made = torch.Generator().manual_seed(columns)
+    kinds = [make_logits(kind, made, rows=4, columns=columns + 8) for kind in LOGITS]
+    rows = torch.cat(kinds)[:, :columns]
+    with emulated(**CHOICES):
+        found = row_argmax(rows)
+        assert ran("argmax_part_kernel") == ran("argmax_row_kernel") == 1
+        assert torch.equal(row_argmax(rows[3:4]), found[3:4])
+    assert torch.equal(found, rows.argmax(-1)) and torch.equal(found, reference.row_argmax(rows))
+
+
+def test_a_row_of_more_parts_than_a_warp_has_lanes():
+    rows = make_logits("ties", torch.Generator().manual_seed(3), rows=1, columns=34 * PART_NUMBERS)
+    rows[0, 33 * PART_NUMBERS + 5] = 9.5
+    with emulated(**CHOICES):
+        assert row_argmax(rows).tolist() == [33 * PART_NUMBERS + 5]

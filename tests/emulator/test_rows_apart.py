@@ -132,6 +132,11 @@ def test_fp8_linear_unmerged(rows):
     apart(call, rows, lambda spoilt: {"x": spoil(x, spoilt)}, multiprocessors=8)
 
 
+def test_row_argmax():
+    x = torch.randn(5, 8200, generator=generator(1))
+    apart(router_topk.row_argmax, 5, lambda spoilt: {"x": spoil(x, spoilt)})
+
+
 def test_latent_norm():
     x, weight = torch.randn(5, 1024, generator=generator(1)).bfloat16(), torch.ones(1024).bfloat16()
     apart(lambda x: fp8_linear.latent_norm(x, weight, 1e-6), 5, lambda spoilt: {"x": spoil(x, spoilt)})

@@ -79,6 +79,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
         "fp8_linear": ("fp8_linear", {**product, "out": bf16(ROWS, 256)}),
         "fp8_linear_unmerged": ("fp8_linear", product),
         "merge": ("fp8_linear", {"partial": torch.zeros(4, ROWS, 256)}),
+        "row_argmax": ("router_topk", {"x": torch.zeros(ROWS, 256)}),
         "latent_norm": ("fp8_linear", {"x": bf16(ROWS, 1024), "weight": bf16(1024), "eps": 1e-6}),
         "fp8_grouped_linear": ("fp8_linear", {**groups, "out": bf16(ROWS, 2, 256)}),
         "wo_a": ("wo_a", rotated),
@@ -139,7 +140,7 @@ UNCHECKED = {
 # of the public functions of ops: sizes and predicates, and parts of mxfp4_moe behind its checks, for tests and benches
 NO_CHECKS = {
     *("takes", "takes_sum", "summing_rows", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes", "most_states"),
-    *("splits_of", "takes_latent", "takes_terms"),
+    *("splits_of", "takes_latent", "takes_terms", "takes_row_argmax"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
     *("algorithm_for", "describe_fault", "is_exiting", "made_together", "is_narrow", "multiplies_block_scaled"),
     "triton_adds_in_pairs",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops.router_topk import router_topk
+from deepseek_v4_sm120.ops.router_topk import PART_NUMBERS, router_topk, row_argmax
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import router_topk as reference
 from deepseek_v4_sm120.specs.bounds import ROUTER_TOPK
 from deepseek_v4_sm120.specs.provider import OURS
-from deepseek_v4_sm120.specs.router_topk import KINDS, TOPK, Inputs, error, make_inputs
+from deepseek_v4_sm120.specs.router_topk import KINDS, LOGITS, TOPK, Inputs, error, make_inputs, make_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -100,3 +100,31 @@ def test_graph_replay_behind_the_kernel_that_writes_the_logits(rows, device):
         source.copy_(make(rows, device, seed=seed + 50).logits)
         graph.replay()
         assert same_bits(found, router_topk(source * 2 + 1 + 1 + 1, bias, TOPK))
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("columns", [4, 1028, PART_NUMBERS, 2 * PART_NUMBERS + 260, 32_320, 129_280])
+def test_row_argmax(kind, columns, device):
+    for rows in (1, 4, 37, 256):
+        made = make_logits(kind, torch.Generator(device).manual_seed(rows), rows=rows, columns=columns + 8)[:, :columns]
+        found = row_argmax(made)
+        assert torch.equal(found, made.argmax(-1)) and torch.equal(found, reference.row_argmax(made))
+        assert torch.equal(row_argmax(made[rows // 2 : rows // 2 + 1]), found[rows // 2 : rows // 2 + 1])
+
+
+def test_row_argmax_in_a_graph_behind_what_makes_its_rows(device):
+    base = make_logits("ties", torch.Generator(device).manual_seed(1), rows=4, columns=129_280)
+    x, places = torch.empty_like(base), []
+    torch.add(base, 1, out=x)
+    row_argmax(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(20):  # each written right in front of it, and written over right behind
+            x.copy_(torch.roll(base, i * 1000 + 1, 1))
+            places.append(row_argmax(x))
+            x.fill_(float("nan"))
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        for i, found in enumerate(places):
+            assert torch.equal(found, torch.roll(base, i * 1000 + 1, 1).argmax(-1))

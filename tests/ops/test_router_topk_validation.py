@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import router_topk as op
+from deepseek_v4_sm120.ops.shared import extension
 
 
 def tensors(rows=2, experts=256, dtype=torch.float32):
@@ -38,3 +39,32 @@ def test_takes_says_yes_where_nothing_but_the_device_is_wrong(experts, topk, dty
     assert op.takes(*given, topk, torch.zeros(1, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="CUDA device"):
         op.router_topk(*given, topk)
+
+
+NUMBERS = torch.zeros(3, 264)
+BAD_ROWS = {
+    "no multiple of 4 numbers": (NUMBERS[:, :258], "at most 65535 rows of a multiple of 4 numbers"),
+    "no number": (NUMBERS[:, :0], "multiple of 4 numbers"),
+    "too many rows": (torch.zeros(1, 4).expand(65_536, 4), ""),
+    "rows apart by no 16 bytes": (torch.zeros(3, 258)[:, :256], "stride"),
+    "no 16 bytes": (NUMBERS[:, 1:257], "x"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_long_rows(name):
+    x, text = BAD_ROWS[name]
+    with pytest.raises(ValueError) as raised:
+        op.row_argmax(x)
+    assert str(raised.value).startswith("row_argmax: ") and text in str(raised.value)
+    assert not op.takes_row_argmax(x)
+
+
+def test_long_rows_that_it_takes():
+    for x in (NUMBERS, NUMBERS[:1], NUMBERS[:, :256], NUMBERS[:, 4:260]):
+        assert op.takes_row_argmax(x)
+        with pytest.raises(RuntimeError, match="CUDA device"):
+            op.row_argmax(x)
+    assert not op.takes_row_argmax(NUMBERS.double()) and not op.takes_row_argmax(NUMBERS[0])
+    assert not op.takes_row_argmax(NUMBERS[:0])
+    assert extension.load().row_argmax_numbers == op.PART_NUMBERS

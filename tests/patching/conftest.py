@@ -15,6 +15,7 @@ from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import import_hook, report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from tests.patching import wheels
+from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, SAMPLER
 from tests.patching.small_host import HOST
 
 REPO = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ SM120_FUNCTION = f"def flash_mla_with_kvcache_sm120(**kwargs):{KEYS}    return (
 
 BACKEND = """
 from sglang.srt.utils.common import is_sm120_supported
-_is_sm120 = is_sm120_supported()
+_is_sm120, PAGE_INDEX_ALIGNED_SIZE = is_sm120_supported(), 64
 
 class DeepseekV4AttnBackend:
     def forward(self, q, k, v, layer, forward_batch, compress_ratio, save_kv_cache=True, attn_sink=None, **_):
@@ -44,6 +45,14 @@ class DeepseekV4AttnBackend:
 
     def make_forward_metadata_from_raw_decode(self, raw_metadata):
         return raw_metadata
+
+    def expand_extend_with_same_length(self, *, bs, qo_len, seq_lens, req_pool_indices): pass
+
+def _pad_last_dim(x, multiples_of=PAGE_INDEX_ALIGNED_SIZE): pass
+
+class DeepseekV4MultiStepBackend(DeepseekV4AttnBackend):
+    def init_forward_metadata_in_graph(self, forward_batch):
+        return forward_batch
 """
 
 EXPERTS = """
@@ -136,19 +145,11 @@ class DeepseekV4DecoderLayer:
     def forward(self, positions, hidden_states, input_ids, forward_batch, input_ids_global):
         return hidden_states
 """
-SAMPLER = """
-def top_k_top_p_min_p_sampling_from_probs_torch(
-    probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions
-):
-    pass
-
-class Sampler:
-    def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info): pass
-"""
 SCHEDULE_BATCH = """
 class Req:
     def effective_kv_committed_len(self):
         return 0
+    def update_finish_state(self, new_accepted_len=1): pass
 
 class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):
@@ -218,8 +219,7 @@ def accept_draft_tokens(
 def verify_logits_adjustments_are_noop(sampling_info):
     return True
 """
-EAGLE = "def eagle_sample(verify_input, batch, logits_output, grammar_mask=None):\n    return grammar_mask\n"
-DRAFT_GRAPHS = "class EAGLEDraftCudaGraphRunner:\n    def execute(self, forward_batch):\n        return forward_batch\n"
+DSPARK_COMPONENTS, FREE_MEMORY = "srt/speculative/dspark_components", "def get_available_gpu_memory(*_): pass"
 CHAIN = "from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton\n"
 WORKER = """
 class TpModelWorker:
@@ -436,7 +436,9 @@ TREE_0_5_17 = {
     "sglang/srt/speculative/dflash_info_v2.py": DRAFT_INPUT,
     "sglang/srt/speculative/eagle_utils.py": EAGLE,
     "sglang/srt/speculative/eagle_draft_cuda_graph_runner.py": DRAFT_GRAPHS,
+    "sglang/srt/speculative/eagle_draft_extend_cuda_graph_runner.py": DRAFT_EXTEND_GRAPHS,
     "sglang/srt/speculative/dspark_components/dspark_verify.py": ACCEPTANCE,
+    **dict.fromkeys((f"sglang/{DSPARK_COMPONENTS}/dspark_{n}.py" for n in ("worker_v2", "draft_sampler")), FREE_MEMORY),
     "sglang/kernels/ops/speculative/reject_sampling.py": "def chain_speculative_sampling_triton(*args):\n    pass\n",
     "sglang/kernels/ops/speculative/dspark/dspark_accept.py": CHAIN,
     "sglang/srt/managers/tp_worker.py": WORKER,

@@ -58,7 +58,7 @@ def digests(release: str, known: dict[str, str]) -> tuple[dict[str, str], list[s
         if elsewhere(target):
             found |= {where: known[where]} if where in known else {}
             continue
-        finding = contract.check(where, target.contract, target.caller, read.parse)
+        finding, _ = read.check(where, target.contract, target.caller)
         if finding.problem:
             problems.append(f"{where}: {finding.problem}")
         elif finding.digest:
@@ -70,13 +70,7 @@ def of_files(release: str) -> dict:
     """What known_files/ has of a release: every row that fits, but for what is in other wheels and in files of ours."""
     read, fits, files = sources(release), {}, {}
     for target in (t for patch in TABLE.patches for t in patch.targets if is_for(t.sglang, release)):
-        modules: set[str] = set()
-
-        def parse(module: str, modules=modules):
-            modules.add(module)
-            return read.parse(module)
-
-        finding = contract.check(target.where, target.contract, target.caller, parse)
+        finding, modules = read.check(target.where, target.contract, target.caller)
         digests = {module: read.file_digest(module) for module in modules}
         if finding.problem is None and all(digests.values()):
             key = known_files.question(target.where, target.contract, target.caller)

@@ -1,5 +1,7 @@
-"""What the table finds of the scheduler's rows in each release: test_wheels.py's part for rows/scheduler.py."""
+"""What the table finds of the scheduler's rows in each release: test_wheels.py's part for rows/scheduler.py, and of the
+kernel of rows/sampling.py that has two places."""
 
+from deepseek_v4_sm120.sglang_patches.rows import sampling
 from deepseek_v4_sm120.sglang_patches.rows import scheduler as rows
 from tests.patching.wheels import since
 
@@ -11,6 +13,7 @@ def expected(version: str) -> dict[str, str]:
     found = {
         "grammar_ends": rows.GRAMMAR_ENDS.targets[since(version, "0.5.16")].where,
         "replaced_sessions": rows.REPLACED_SESSIONS.targets[0].where,
+        "first_stops": rows.FIRST_STOPS.targets[since(version, "0.5.13") + since(version, "0.5.14")].where,
         "stored_pages": rows.STORED_PAGES.targets[1].where,
         "preempted_requests": rows.PREEMPTED_REQUESTS.targets[-1 + since(version, "0.5.22")].where,
     }
@@ -21,6 +24,8 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.17"):
         found["waiting_chunks"] = rows.ADDER
         found |= {} if since(version, "0.5.22") else {"mixed_chunks": rows.BATCH}
+    if since(version, "0.5.14"):
+        found["certain_tokens"] = sampling.CERTAIN_TOKENS.targets[since(version, "0.5.16")].where
     if version == "0.5.18":
         found["freed_windows"] = rows.FREED_WINDOWS.targets[0].where
     if not since(version, "0.5.23"):

@@ -48,22 +48,27 @@ ABSENT = frozenset(
         "tilelang",
         "torchao",
         "torchvision",
+        "transformers",
         "tvm_ffi",
         "uvicorn",
         "watchfiles",
         "xgrammar",
     ]
 )
-UNUSED = tuple(
-    f"{SRT}.{name}"
-    for name in [
-        "configs",
-        "entrypoints",
-        "parser",
-        "disaggregation.encoder",
-        "utils.hf_transformers",
-        "utils.hf_transformers_utils",
-    ]
+UNUSED = (
+    "torch._dynamo",
+    *(
+        f"{SRT}.{name}"
+        for name in [
+            "configs",
+            "entrypoints",
+            "parser",
+            "disaggregation.encoder",
+            "utils.hf_transformers",
+            "utils.hf_transformers_patches",
+            "utils.hf_transformers_utils",
+        ]
+    ),
 )
 MODULES = {
     **{"scheduler": "managers.scheduler", "batches": "managers.schedule_batch", "results": "managers.utils"},
@@ -88,11 +93,6 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         sys.path[1:1] = [str(unpacked(version)), str(packages())]
 
     def find_spec(self, name, path=None, target=None):
-        frame = sys._getframe(1)
-        while frame is not None:  # it asks which packages are there
-            if "transformers/utils/import_utils" in frame.f_code.co_filename:
-                return None
-            frame = frame.f_back
         is_unused = any(name == unused or name.startswith(f"{unused}.") for unused in UNUSED)
         if name.partition(".")[0] not in ABSENT and not is_unused:
             return None
@@ -178,7 +178,8 @@ def everything() -> Everything:
 
 
 def install(version):
-    """Imports the release, and puts torch where its kernels for a GPU are."""
+    """Imports the release, and puts torch where its kernels for a GPU are. Nothing is compiled."""
+    torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
     _found.append(found := Everything(version))
     found.allocation.assign_req_to_token_pool_func = assign_slots
     if hasattr(found.eagle_utils, "assign_req_to_token_pool_func"):

@@ -115,7 +115,7 @@ def test_what_a_replacement_fills_in_is_what_its_contract_expects(where, signatu
     expected = Parameters(signature, further).expected
     module, _, name = where.partition(":")
     source = f"def original({', '.join(signature)}):\n    return None\n"
-    names = {"get_global_server_args": None, "__name__": "made_for_a_contract"}
+    names = {"get_global_server_args": None, "PAGE_INDEX_ALIGNED_SIZE": 64, "__name__": "made_for_a_contract"}
     exec(source, names)
     replacement = getattr(importlib.import_module(module), name)(names["original"])
     found = inspect.signature(replacement, follow_wrapped=False).parameters.values()

@@ -109,6 +109,16 @@ OF_TEXT = (("<0.5.14", f"{ANTHROPIC}:AnthropicContentBlock"), (">=0.5.14", f"{AN
 OBJECTS = {
     "plain_angles": {"config": ((f"{SRT}.configs.deepseek_v4:DeepSeekV4Config",),)},
     "draft_chain": {"raw_metadata": ((f"{BACKEND}:DSV4RawDecodeMetadata",),)},
+    "greedy_argmax": {
+        "output": LOGITS_OUTPUT,
+        "sampling_info": SAMPLING_INFO,
+        "batch": ((SCHEDULE_BATCH,),),
+        "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
+        "batch.sampling_info": SAMPLING_INFO,
+        "self.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
+        "self.model_runner.server_args": (ARGUMENTS,),
+        "self.eagle_worker": ((f"{SRT}.speculative.eagle_worker_v2:EagleDraftWorker",),),
+    },
     "all_reduce": {
         "coordinator": ((GROUP,),),
         "group": ((GROUP,),),
@@ -384,6 +394,7 @@ OBJECTS = {
         "asked": ((f"{SRT}.managers.io_struct:SessionParams",),),
         "node": ((f"{SRT}.session.session_controller:SessionReqNode",),),
     },
+    "first_stops": {"request": ((REQUEST,),), "params": SAMPLING_PARAMS},
     "stored_pages": {"host_pool": ((f"{SRT}.mem_cache.memory_pool_host:DeepSeekV4StateHostPool",),)},
     "loaded_prefixes": {
         "self.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),

@@ -1,13 +1,18 @@
-"""What docs/operating.md says of speculation's ends, counts and seeds: each release's own code on the CPU."""
+"""What docs/operating.md says of speculation's ends, counts and seeds: each release's own code on the CPU, without
+first_stops and with it."""
 
 import asyncio
 import copy
+import random
+import re
+from array import array
+from http import HTTPStatus
 from types import SimpleNamespace
 
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.fixes import thought_counts
+from deepseek_v4_sm120.sglang_patches.fixes import first_stops, thought_counts
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, members, since
 
@@ -64,6 +69,160 @@ def test_the_next_turn_of_a_session_has_what_is_behind_the_end(version):
     asked = SimpleNamespace(drop_previous_output=False, offset=None)
     join = take(fetch(version), {}, "Session._concat_token_arrays", module).__func__
     assert join(last, SimpleNamespace(input_ids=[8]), asked)[0] == [1, 2, *answer, 8] and length == 2
+
+
+TEXTS = ("a", "b", ",", " c", "\n", "d.", "\n\n", "", ":", " Q", "e", "x,y")  # by token, END's is empty
+OF_STOPS = ("_check_str_based_finish", "_locate_str_stop_finished_len", "_stop_match_tail_len", "tail_str")
+STRINGS = ([], ["\n", ".", ","], [",", "."], ["Q", "\n"], ["\n\n", "\n"], [":"], ["d", "a"])
+PATTERNS = ([], [], ["b+$"], ["[,.]"])
+KINDS = ("FINISH_LENGTH", "FINISH_MATCHED_TOKEN", "FINISH_MATCHED_STR", "FINISHED_MATCHED_REGEX", "FINISH_ABORT")
+
+
+class Tokenizer:
+    eos_token_id, additional_stop_token_ids = END, None
+
+    def decode(self, ids):
+        return "".join(TEXTS[i] for i in ids if i < len(TEXTS))
+
+
+class Answers:
+    """What is told of an answer, by a release's own Req."""
+
+    def __init__(self, version):
+        self.name = "update_finish_state" if since(version, "0.5.13") else "check_finished"
+        names = {kind: type(kind, (SimpleNamespace,), {}) for kind in KINDS} | {"re": re, "HTTPStatus": HTTPStatus}
+        taken = {m: take(fetch(version), names, f"Req.{m}", BATCH) for m in (self.name, *METHODS, *OF_STOPS)}
+        self.kind = type("Req", (), {m: method for m, method in taken.items() if method is not None})
+        self.stock = getattr(self.kind, self.name)
+        is_older = not since(version, "0.5.14")
+        self.ours = (first_stops.replace_older_update if is_older else first_stops.replace_update)(self.stock)
+
+    def request(self, *, strings=(), patterns=(), ids=None, max_tokens=40, **given):
+        made = self.kind()
+        lengths = {"stop_str_max_len": max(map(len, strings), default=0), "stop_regex_max_len": 9 if patterns else 0}
+        made.sampling_params = SimpleNamespace(
+            **lengths, max_new_tokens=max_tokens, ignore_eos=False, stop_token_ids=ids,
+            stop_strs=list(strings), stop_regex_strs=list(patterns),
+        )  # fmt: skip
+        made.finished = lambda: made.finished_reason is not None
+        made.finished_reason = made.finished_len = made.to_finish = made.grammar = None
+        made.tokenizer, made.eos_token_ids, made.vocab_size = Tokenizer(), {END}, len(TEXTS)
+        made.output_ids, made.decoded_text, made.rid = array("q"), "", "a request"
+        vars(made).update(given)
+        return made
+
+    def told(self, tokens, steps, update, **asked):
+        """(kind, what ended it, how many tokens are told, their text), the request."""
+        request, rest = self.request(**asked), list(tokens)
+        for length in steps:
+            step, rest = rest[:length], rest[length:]
+            request.output_ids.extend(step)
+            update(request, len(step))
+            if not rest or request.finished():
+                break
+        ids = request.output_ids[: request.finished_len]
+        reason = request.finished_reason
+        return (type(reason).__name__, getattr(reason, "matched", None), len(ids), Tokenizer().decode(ids)), request
+
+
+def asked_of(draw):
+    return {
+        "strings": draw.choice(STRINGS),
+        "patterns": draw.choice(PATTERNS),
+        "ids": draw.choice([None, None, [5]]),
+        "max_tokens": draw.choice([5, 7, 12, 30]),
+    }
+
+
+@pytest.mark.usefixtures("opened")
+@every_release()
+def test_a_step_ends_where_its_tokens_one_by_one_would(version):
+    """Whatever is asked for, and however many tokens a step brings: random ones, with an unknown one at times."""
+    answers, draw, wrong = Answers(version), random.Random(5), []
+    for _ in range(150):
+        tokens = [draw.randrange(len(TEXTS) + (draw.random() < 0.1)) for _ in range(30)]
+        steps, asked = [1, *(draw.randint(1, 5) for _ in tokens)], asked_of(draw)
+        alone, _ = answers.told(tokens, [1] * len(tokens), answers.stock, **asked)
+        assert alone == answers.told(tokens, steps, answers.ours, **asked)[0]
+        stock, _ = answers.told(tokens, steps, answers.stock, **asked)
+        wrong.append(alone != stock)
+    assert sum(wrong) > 10  # so the row is needed
+
+
+PARIS = [1, 2, 3, 5, 4]  # b, "," " c" "d." "\n"
+
+
+@pytest.mark.usefixtures("opened")
+@every_release()
+def test_a_stop_in_front_of_another(version):
+    answers, asked = Answers(version), {"strings": ["\n", ".", ","]}
+    stock, _ = answers.told(PARIS, [1, 3, 1], answers.stock, **asked)
+    (*told, text), request = answers.told(PARIS, [1, 3, 1], answers.ours, **asked)
+    assert told == ["FINISH_MATCHED_STR", ",", 2] and text == "b,"
+    assert stock[1] == "." and stock[3].startswith("b, cd.")
+    assert request.output_ids == array("q", PARIS[:4])  # all that the step brought: its log-probabilities are counted
+
+
+@pytest.mark.usefixtures("opened")
+@every_release()
+def test_an_end_and_a_stop_in_one_step(version):
+    """SGLang looks for the stop first from 0.5.14 on, before for the end."""
+    answers, end_first, stop_first = Answers(version), [1, END, 10, 8], [1, 8, 10, END]
+
+    def told(tokens, update):
+        return answers.told(tokens, [1, 3], update, strings=[":"])[0]
+
+    assert told(end_first, answers.ours) == ("FINISH_MATCHED_TOKEN", END, 2, "b")
+    assert told(stop_first, answers.ours) == ("FINISH_MATCHED_STR", ":", 2, "b:")
+    if since(version, "0.5.14"):
+        assert told(end_first, answers.stock) == ("FINISH_MATCHED_STR", ":", 4, "be:")
+    else:
+        assert told(stop_first, answers.stock) == ("FINISH_MATCHED_TOKEN", END, 4, "b:e")
+
+
+@pytest.mark.usefixtures("opened")
+@every_release("0.5.14")
+def test_a_grammar_has_taken_the_whole_step(version):
+    """It ends with the step's last token, to which SGLang has cut the step."""
+    answers, complete = Answers(version), SimpleNamespace(is_terminated=lambda: True)
+    told, _ = answers.told([1, 3, 10], [3], answers.ours, grammar=complete, strings=[":"])
+    assert told == ("FINISH_MATCHED_TOKEN", 10, 3, "b ce")
+    told, request = answers.told([1, 8, 10], [3], answers.ours, grammar=complete, strings=[":"])
+    assert told == ("FINISH_MATCHED_STR", ":", 2, "b:") and request.grammar is complete
+
+
+@pytest.mark.usefixtures("opened")
+@every_release()
+def test_a_stop_in_the_text_that_is_decoded_already(version):
+    """Of which SGLang says no length: the answer has the token that was looked at."""
+    told, request = Answers(version).told([1, 3, 10], [3], Answers(version).ours, strings=[":"], decoded_text="b:")
+    assert told[:3] == ("FINISH_MATCHED_STR", ":", 1) and len(request.output_ids) == 3
+
+
+@pytest.mark.usefixtures("opened")
+@every_release()
+def test_one_token_and_what_is_aborted_are_sglangs(version):
+    answers, seen = Answers(version), []
+    ours = first_stops.replace_update(lambda request, *given: seen.append(given) or answers.stock(request, *given))
+    request = answers.request(strings=[":"])
+    request.output_ids.extend([1])
+    ours(request)
+    assert seen.pop() == (1,) and not seen
+    request.output_ids.extend([8, 1])
+    request.to_finish = "aborted"
+    ours(request, 2)
+    assert seen.pop() == (2,) and not seen and request.finished_reason == "aborted"
+    ours(request, 2)
+    assert seen.pop() == (2,) and not seen
+
+
+@pytest.mark.parametrize(("model", "card"), [("deepseek_v4", False), ("llama", True), (None, True)])
+def test_elsewhere_steps_end_as_sglangs(model, card, opened):
+    opened(model, card)
+    answers = Answers("0.5.23")
+    updates, asked = (answers.ours, answers.stock), {"strings": ["\n", ".", ","]}
+    ours, stock = (answers.told(PARIS, [1, 3, 1], update, **asked)[0] for update in updates)
+    assert ours == stock and ours[1] == "."
 
 
 class Ends:

@@ -188,7 +188,12 @@ def demand_the_definition(library, length: int, ends: list[int], prefix: int, se
 @pytest.mark.parametrize("prefix", (0, PAGE))
 @every_release("0.5.20")  # seen from 0.5.14 on, whose text does not change any more
 def test_every_length_and_place(sglang_wheel, version, prefix):
-    library = compiled(texts(sglang_wheel(version)))
+    demand_all(texts(sglang_wheel(version)), prefix)
+
+
+@functools.cache  # of a text: a failure is none that is kept
+def demand_all(parts: tuple[str, ...], prefix: int) -> None:
+    library = compiled(parts)
     for length in (n for n in LENGTHS if n > prefix):
         for ends in chunks(length, prefix):
             demand_the_definition(library, length, ends, prefix)

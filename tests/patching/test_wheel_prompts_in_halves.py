@@ -8,13 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.patching.engine import READY, Engine
-from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.patching.engine import READY
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import prompts_in_halves as adapter
 from deepseek_v4_sm120.sglang_patches.names import BACKEND
-from deepseek_v4_sm120.sglang_patches.table import TABLE
 from tests.adapters.dealt_streams_model import Ranks, _this, tokens
 from tests.adapters.test_mhc_sum import HIDDEN
 from tests.adapters.test_prompts_in_halves import in_halves
@@ -115,9 +113,7 @@ def test_the_wheels_model_has_the_bits_of_the_whole(version, lengths, before, sg
 @every_release(FIRST)
 def test_the_places_fit(inspect_wheel, version):  # noqa: F811
     for chosen, rows in (("on", 0), ("2048", 2048)):
-        inspect_wheel(version, fresh=True)
-        made = Engine(TABLE, host="sglang", settings=Settings(choices={adapter.PATCH: chosen}))
-        made.survey()
+        made = inspect_wheel(version, patch=adapter.PATCH, **{adapter.PATCH: chosen})
         found = [(record.state, record.review) for record in found_in(made, patch=adapter.PATCH)]
         assert (
             found == [(READY, "reviewed")] * (5 if since(version, GRAPHS_SINCE) else 2)

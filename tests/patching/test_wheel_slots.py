@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-SEEDS = "2"
+SEEDS = "1"
 SEEN = ("Wrong", "AssertionError")  # by us, by SGLang: what else ends a run is a program that is wrong itself
 OUT = "RuntimeError Decode out of memory"  # SGLang's own words
 

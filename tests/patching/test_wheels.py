@@ -44,7 +44,7 @@ HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's whe
 SAMPLER, MARLIN = (where.partition(":")[0] for where in (DRAW, MARLIN_EXPERTS))
 PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 STATE, ROPE = "sglang.srt.distributed.parallel_state", "sglang.kernels.ops.attention.deepseek_v4_rope"
-DRAFT_RUNNER = "sglang.srt.speculative.eagle_draft_cuda_graph_runner"
+DRAFT_RUNNER, DRAFT_EXTEND_RUNNER = (f"{EAGLE[:-6]}_{graph}_cuda_graph_runner" for graph in ("draft", "draft_extend"))
 EVERYWHERE = {
     **{"stripped_thoughts": scheduler.REQUEST.partition(":")[0], "nccl_start": NCCL},
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
@@ -68,7 +68,7 @@ def expected(version: str) -> dict[str, str]:
     found |= {"all_reduce": STATE, "dealt_index": INDEXER} if since(version, "0.5.13") else {}
     if since(version, "0.5.14"):
         found["updated_sinks"] = MODEL_RUNNER + ("_components.weight_updater" if since(version, "0.5.16") else "")
-        found["loaded_prefixes"] = PREFILL_RUNNER
+        found |= {"loaded_prefixes": PREFILL_RUNNER, "greedy_argmax": DRAFT_EXTEND_RUNNER}
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
         found["min_tokens"] = DSPARK_VERIFY if since(version, "0.5.18") else EAGLE
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
@@ -76,9 +76,13 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.14") and not since(version, "0.5.18"):
         found["plain_angles"] = ROPE if since(version, "0.5.16") else "sglang.srt.layers.deepseek_v4_rope"
     if since(version, "0.5.16"):
-        found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
-        of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
-        found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", **of_steps}
+        found |= {"mhc": DSPARK.partition(":")[0], "min_p_dspark": DSPARK_VERIFY, "step_tables": BACKEND}
+        found |= {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
+        found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", "dspark_lengths": BACKEND}
+        home = DSPARK_VERIFY.rpartition(".")[0] + (
+            ".dspark_draft_sampler" if since(version, "0.5.17") else ".dspark_worker_v2"
+        )
+        found |= {} if since(version, "0.5.19") else {"dspark_graphs": home}
     return found
 
 
@@ -97,19 +101,23 @@ SURVEYED: dict[tuple, Engine] = {}  # what several tests look at
 @pytest.fixture
 def inspect_wheel(monkeypatch, sglang_wheel):
     """inspect_wheel(version, mode) -> the engine after looking at that wheel, shared by tests unless it is to be
-    `fresh`. called: the version it shall claim."""
+    `fresh`, or to have `choices`: then only their `patch` is looked at. called: the version it shall claim."""
     monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.ops.shared.extension", type(sys)("extension"))
     sys.modules["deepseek_v4_sm120.ops.shared.extension"].load = lambda: None  # _C is test_extension.py's business
     monkeypatch.setattr(contract, "check", check_once)
 
-    def make(version, mode="sm120", called=None, fresh=False):
-        if not fresh and (version, mode, called) in SURVEYED:
+    def make(version, mode="sm120", called=None, fresh=False, patch=None, **choices):
+        if not (fresh or choices) and (version, mode, called) in SURVEYED:
             return SURVEYED[version, mode, called]
         wheel = sglang_wheel(version)
         monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(wheel, stand_ins))
         if called:
             monkeypatch.setattr(engine, "package_version", lambda host, sources: called)
-        made = Engine(TABLE, host="sglang", settings=Settings(force=None if mode == "sm120" else mode))
+        settings = Settings(force=None if mode == "sm120" else mode, choices=choices)
+        made = Engine(TABLE, host="sglang", settings=settings)
+        if choices:
+            made._check([patch])  # as it does when the patch's module is imported
+            return made
         made.survey()
         if not fresh:
             SURVEYED[version, mode, called] = made
@@ -215,9 +223,7 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
 
 @every_release("0.5.13")
 def test_the_places_of_dealt_streams_fit(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"dealt_streams": "on"}))
-    made.survey()
+    made = inspect_wheel(version, patch="dealt_streams", dealt_streams="on")
     found = found_in(made, patch="dealt_streams")  # behind those of `mhc`, which they wrap
     assert len(found) == 5 and {(record.state, record.review) for record in found} == {(READY, "reviewed")}
     ours = [
@@ -229,9 +235,7 @@ def test_the_places_of_dealt_streams_fit(inspect_wheel, version):
 
 @every_release("0.5.14")
 def test_the_place_of_dealt_products_fits_behind_that_of_the_whole(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"dealt_products": "on"}))
-    made.survey()
+    made = inspect_wheel(version, patch="dealt_products", dealt_products="on")
     [record] = found_in(made, patch="dealt_products")
     assert (record.state, record.review) == (READY, "reviewed") and "dealt_products" in made.in_place()
     assert [one.patch.name for one in made.records if one.where == record.where] == ["bf16_linear", "dealt_products"]
@@ -239,9 +243,7 @@ def test_the_place_of_dealt_products_fits_behind_that_of_the_whole(inspect_wheel
 
 @every_release("0.5.14")
 def test_the_places_of_a_drafts_head_fit(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"draft_head": "on"}))
-    made.survey()
+    made = inspect_wheel(version, patch="draft_head", draft_head="on")
     found = found_in(made, patch="draft_head")
     assert {(record.state, record.review) for record in found} == {(READY, "reviewed")}
     modules = [record.target.module for record in found]
@@ -250,20 +252,15 @@ def test_the_places_of_a_drafts_head_fit(inspect_wheel, version):
 
 @every_release("0.5.14")
 def test_a_reproducible_servers_places_fit(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"reproducible": "on"}))
-    made.survey()
     for patch, places in (("head", 1), ("arguments", 1), ("sampling", 3 if since(version, "0.5.17") else 2)):
+        made = inspect_wheel(version, patch=f"reproducible_{patch}", reproducible="on")
         told = [(record.state, record.review) for record in found_in(made, patch=f"reproducible_{patch}")]
         assert told == [(READY, "reviewed")] * places
 
 
 def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkeypatch):
-    made = inspect_wheel("0.5.17", fresh=True)
-    assert not found_in(made, patch="prefill_interval")
-    asked = Settings(choices={"prefill_decode_interval_0_5_17": "4"})
-    made = Engine(TABLE, host="sglang", settings=asked)
-    made.survey()
+    assert not found_in(inspect_wheel("0.5.17"), patch="prefill_interval")
+    made = inspect_wheel("0.5.17", patch="prefill_interval", prefill_decode_interval_0_5_17="4")
     (record,) = found_in(made, patch="prefill_interval")
     assert (record.state, record.review) == (READY, "reviewed") and made.steering.value(record.patch.default) == 4
     scheduler = made.sources.read(record.target.module)
@@ -295,10 +292,10 @@ def test_every_sm120_question_is_told_or_left_on_purpose(inspect_wheel, version)
 
 
 def test_a_wheel_newer_than_the_table_is_unreviewed_in_words(inspect_wheel):
-    """Simulated: 0.5.23's wheel that calls itself 0.5.24. dspark_lengths and draft_chain end with the last release that
-    was run: who reads what the one gives, and who makes what the other is given, is no part of what they replace."""
+    """Simulated: 0.5.23's wheel that calls itself 0.5.24. dspark_lengths, draft_chain and step_tables end with the last
+    release that was run: who reads what they give, or makes what they are given, is no part of what they replace."""
     found = found_in(inspect_wheel("0.5.23", called="0.5.24"))
-    assert {r.patch.name for r in found} == set(expected("0.5.23")) - {"dspark_lengths", "draft_chain"}
+    assert {r.patch.name for r in found} == set(expected("0.5.23")) - {"dspark_lengths", "draft_chain", "step_tables"}
     for record in found:
         assert record.state == READY
         assert record.review == "UNREVIEWED: nobody has looked at sglang 0.5.24; this code is that of 0.5.23"

@@ -113,7 +113,14 @@ def _router(rows: int, experts: int, dtype: torch.dtype, log1p: bool, device: st
     return judge
 
 
+def _argmax(rows: int, columns: int, device: str):
+    x = torch.randn(rows, columns + 8, generator=_generator(device, rows), device=device)[:, :columns]
+    found = router_topk.row_argmax(x)
+    return lambda: same(found, router_reference.row_argmax(x), "places")
+
+
 def _router_cases() -> Iterator[Case]:
+    yield Case("argmax of 3 rows", functools.partial(_argmax, 3, 9000))
     for experts in (32, 64, 128, 256, 384, 500):
         for rows, dtype, log1p in ((1, torch.float32, True), (5, torch.float32, False), (5, torch.bfloat16, True)):
             name = f"{rows} x {experts}, {dtype}, {'log1p' if log1p else 'log'}".replace("torch.", "")

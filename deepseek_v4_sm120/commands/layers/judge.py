@@ -7,9 +7,11 @@ tokens, drafts that were refused.
 
 A sublayer's error is mostly what FP8 rounds away, per cents of its output, under which a fault of less may hide. So
 each known fault (reference/model.py, Rules) is computed, too: its share in the error is the error's projection upon
-what that fault would have made of it, 0 where the engine has it not and 1 where it has. `reach` is the share's
-deviation if the error had nothing to do with the fault: a fault of which that is not small cannot be told. Of the
-passes of a mode, FAULTY are given the faults: a pass costs as many computations of the model as there are.
+what that fault would have made of it, 0 where the engine has it not and 1 where it has. What only the index's choice
+tells is a fault apart: near ties that an engine's rounding decides otherwise lend those some share, and none to others.
+`reach` is the share's deviation if the error had nothing to do with the fault: a fault of which that is not small
+cannot be told. Of the passes of a mode, FAULTY are given the faults: a pass costs as many computations of the model as
+there are.
 
 Weights are read and dequantised a sublayer at a time, of the experts those that were picked.
 """
@@ -35,7 +37,7 @@ ATTENTION = {
     "a window of 127": Rules(window=127),
     "a window of 129": Rules(window=129),
     "not itself": Rules(sees_itself=False),
-    "queries a position too far": Rules(position=1),
+    "queries a position too far": Rules(position=1, index=Rules()),
     "no sink": Rules(sink=False),
     "not rotated back": Rules(rotates_back=False),
     "queries not of unit length": Rules(unit_queries=False),
@@ -47,7 +49,9 @@ OF_RATIO = {
         "an entry too late": Rules(entries_early=-1),
         "groups do not overlap": Rules(overlap=False),
         "no ape": Rules(ape=False),
-        "no YaRN": Rules(yarn=False),
+        "no YaRN": Rules(yarn=False, index=Rules()),
+        "the index without YaRN": Rules(index=Rules(yarn=False)),
+        "the index's queries a position too far": Rules(index=Rules(position=1)),
         "three quarters of the index's entries": Rules(index_topk=384),
         "all entries": Rules(index_topk=1 << 30),
     },

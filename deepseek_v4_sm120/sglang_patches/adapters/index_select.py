@@ -36,7 +36,7 @@ from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import index_select_dealt
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
-from deepseek_v4_sm120.sglang_patches.table import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
+from deepseek_v4_sm120.sglang_patches.rows.index_select import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "index_select"

@@ -11,6 +11,7 @@ from deepseek_v4_sm120.sglang_patches.names import (
     POST_LOAD,
     POST_LOAD_PARAMETERS,
     direct_updates,
+    targets_of,
     targets_of_fix,
 )
 
@@ -22,7 +23,9 @@ OF_ATTENTION = Parameters(
         "compress_ratio_override=None",
     )
 )
+READ, ALIGNED = ">=0.5.16,<0.5.24", "PAGE_INDEX_ALIGNED_SIZE"
 _sinks, _angles = targets_of_fix("updated_sinks"), targets_of_fix("plain_angles")
+_tables = targets_of("step_tables")
 
 UPDATED_SINKS = Patch(
     name="updated_sinks",
@@ -95,6 +98,30 @@ DRAFT_CHAIN = Patch(
     only_read=True,
     absent="the lengths that a draft's passes are given were read up to 0.5.23",
     retire="when SGLang adds the pass's number and one itself",
+)
+
+STEP_TABLES = Patch(
+    name="step_tables",
+    why="a step's tables by launches that change nothing: copies of what is wide enough, rows counted anew, in the "
+    "graph of EAGLE's drafts all tables of a pass that there is not. 18 launches of EAGLE 3/1/4's step, some 30 us",
+    targets=(
+        _tables(
+            f"{BACKEND}:DeepseekV4AttnBackend.expand_extend_with_same_length",
+            "expand",
+            Parameters(("self", "*", "bs", "qo_len", "seq_lens", "req_pool_indices")),
+            READ,
+        ),
+        _tables(f"{BACKEND}:_pad_last_dim", "pad_last_dim", Parameters(("x", f"multiples_of={ALIGNED}")), READ),
+        _tables(
+            f"{BACKEND}:DeepseekV4MultiStepBackend.init_forward_metadata_in_graph",
+            "metadata_in_graph",
+            Parameters(("self", "forward_batch")),
+            READ,
+        ),
+    ),
+    only_read=True,
+    absent="who reads these tables was read from 0.5.16 to 0.5.23",
+    retire="when SGLang makes them by as few launches",
 )
 
 HELD_LATENTS = Patch(

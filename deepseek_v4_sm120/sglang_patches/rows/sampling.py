@@ -2,7 +2,7 @@
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import DSPARK_VERIFY, targets_of, targets_of_fix
+from deepseek_v4_sm120.sglang_patches.names import DSPARK_VERIFY, EXTENSION, targets_of, targets_of_fix
 
 SAMPLER = "sglang.srt.layers.sampler:Sampler"
 PROBS = Parameters(("self", "probs", "sampling_info", "positions", "simple_sampling_case"))
@@ -20,9 +20,16 @@ PENALTY_LIBRARY = "sglang.srt.sampling.penaltylib.orchestrator"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
 OF_RESULT = ("req", "i", "logits_output", "extend_input_len_per_req", "extend_logprob_start_len_per_req")
 
-_sampling, _min_p_verify = targets_of("sampling"), targets_of_fix("min_p_verify")
+DRAFT_EXTEND = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute"
+OF_FORWARD = ("self", "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs")
+OF_FORWARD += ("positions",)
+OF_FORWARD_SINCE = Parameters((*OF_FORWARD, "*", "logprob_logits=None"))
+
+_sampling, _argmax = map(targets_of, ("sampling", "greedy_argmax"))
+_min_p_verify = targets_of_fix("min_p_verify")
 _penalties, _prompt_logprobs = targets_of_fix("penalties"), targets_of_fix("prompt_logprobs")
 _seeded_draws, _min_tokens = targets_of_fix("seeded_draws"), targets_of_fix("min_tokens")
+_certain_tokens, CHAIN = targets_of_fix("certain_tokens"), "reject_sampling:chain_speculative_sampling_triton"
 CUMULATE = "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens"
 VERIFIED_BLOCKS = Parameters(("self", "*", "batch"), further="keyword-only")
 EAGLE_SAMPLES = {  # what follows VERIFY, by release
@@ -53,6 +60,24 @@ REPRODUCIBLE_SAMPLING = Patch(
     default="reproducible",
     absent="0.5.12 and 0.5.13 were not looked at",
     retire="when SGLang takes a greedy request's argmax in every batch",
+)
+
+GREEDY_ARGMAX = Patch(
+    name="greedy_argmax",
+    why="the argmax of a step's logits is torch's, one block a row: 27 us of an H200 for 129,280 of them, once in a "
+    "greedy step and twice in one of EAGLE's. The same tokens, in some 4 us",
+    targets=(
+        _argmax(f"{SAMPLER}.forward", "forward", Parameters(OF_FORWARD), ">=0.5.14,<0.5.22"),
+        _argmax(
+            f"{SAMPLER}.forward", "forward", Parameters((*OF_FORWARD, "*", "logprob_logits=None")), ">=0.5.22,<0.6"
+        ),
+        *_eagle_samples(_argmax),
+        _argmax(DRAFT_EXTEND, "execute", Parameters(("self", "forward_batch")), ">=0.5.14,<0.5.20"),
+        _argmax(DRAFT_EXTEND, "execute", Parameters(("self", "forward_batch", "select_index")), ">=0.5.20,<0.6"),
+    ),
+    needs=(EXTENSION,),
+    absent="0.5.12 and 0.5.13 were not looked at",
+    retire="when torch or SGLang shares a row out to more of the card",
 )
 
 MIN_P_TOKENS = Patch(
@@ -137,6 +162,18 @@ DRAFT_PROBABILITIES = Patch(
     ),
     absent="before 0.5.14 there is no such flag, from 0.5.21 on SGLang copies them",
     retire="with SGLang 0.5.20",
+)
+
+CERTAIN_TOKENS = Patch(
+    name="certain_tokens",
+    why="where a draft is refused of a token that draft and model are certain of, by the greatest random number or for "
+    "another one, nothing may be left to draw of, and the vocabulary's last token is taken: a word from nowhere",
+    targets=(
+        _certain_tokens(f"sglang.srt.speculative.{CHAIN}", "verify", Bound(), ">=0.5.14,<0.5.16"),
+        _certain_tokens(f"sglang.kernels.ops.speculative.{CHAIN}", "verify", Bound(), ">=0.5.16,<0.6"),
+    ),
+    absent="before 0.5.14 nothing is drawn of what is left",
+    retire="when SGLang's kernel takes the model's likeliest where nothing is left",
 )
 
 PROMPT_LOGPROBS = Patch(

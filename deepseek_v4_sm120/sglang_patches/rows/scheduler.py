@@ -25,6 +25,7 @@ _beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stri
 _preempted, _grammar_ends = targets_of_fix("preempted_requests"), targets_of_fix("grammar_ends")
 _fenced, OF_SELF = targets_of_fix("fenced_copies"), Parameters(("self",))
 _stored = targets_of_fix("stored_pages")
+_first_stops, ACCEPTED = targets_of_fix("first_stops"), Parameters(("self", "new_accepted_len=1"))
 _mixed, BATCH = targets_of_fix("mixed_chunks"), "sglang.srt.managers.schedule_batch:ScheduleBatch"
 
 LONGEST_PROMPT = Patch(
@@ -228,6 +229,19 @@ REPLACED_SESSIONS = Patch(
         ),
     ),
     retire="when SGLang walks through a copy",
+)
+
+FIRST_STOPS = Patch(
+    name="first_stops",
+    why="where a step with speculation brings several tokens, a stop ends the answer by its place in the request's "
+    "list, not in the text, and a stop behind the answer's end goes before that end: what no server without drafts "
+    "answers is told (vLLM #49391, mended there). Up to 0.5.17 max_tokens goes before all of them (sglang #31599)",
+    targets=(
+        _first_stops(f"{REQUEST}.check_finished", "older_update", ACCEPTED, "<0.5.13"),
+        _first_stops(f"{REQUEST}.update_finish_state", "older_update", ACCEPTED, ">=0.5.13,<0.5.14"),
+        _first_stops(f"{REQUEST}.update_finish_state", "update", ACCEPTED, ">=0.5.14,<0.6"),
+    ),
+    retire="when SGLang asks token by token, or for the first of all that end the answer",
 )
 
 STORED_PAGES = Patch(

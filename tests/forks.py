@@ -1,0 +1,189 @@
+"""A run of tests in several processes, which are forks of the one that collected them: `-p tests.forks --forks N`.
+
+pytest-xdist's processes import and collect all tests each, for which this suite's take ten seconds of a processor. Here
+that is done once, and each fork has what was imported. A file's tests stay in one process, and files begin in the order
+of the collection. Each process takes the next file when it comes to the last test of the one before, and sends reports;
+this one hands them on to pytest as if it had run the tests. Of a process that ends early the tests that it did not
+finish have failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import selectors
+import signal
+import sys
+import traceback
+import warnings
+
+import pytest
+from _pytest.reports import TestReport
+
+SIZE = 4  # bytes of a number in a pipe
+
+
+def pytest_addoption(parser):
+    parser.addoption("--forks", type=int, default=0, help="processes that run the tests; 0: this one does")
+
+
+def pytest_configure(config):
+    asked_otherwise = hasattr(config, "workerinput") or config.getoption("numprocesses", None) is not None  # xdist's
+    if config.getoption("forks") and not asked_otherwise:
+        config.pluginmanager.register(Forks(config), "forks")
+
+
+class Forks:
+    def __init__(self, config: pytest.Config):
+        self.config, self.hook = config, config.hook
+        self.out: int | None = None  # in a fork: where reports go
+        self.ended: dict[int, str] = {}  # forks that did not end well -> how
+        self.finished: set[str] = set()
+        self.processes: dict[int, int] = {}  # end of its pipe -> process
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        if session.testsfailed or self.config.option.collectonly:
+            return None  # pytest's own says what there is to say
+        files = [list(tests) for _, tests in itertools.groupby(session.items, lambda item: item.path)]
+        self.config._tmp_path_factory.getbasetemp()
+        queue, filling = os.pipe()
+        os.write(filling, b"".join(number.to_bytes(SIZE, "little") for number in range(len(files))))
+        for number in range(min(self.config.getoption("forks"), len(files))):
+            reading, writing = os.pipe()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if (process := os.fork()) == 0:
+                os.close(filling)
+                self.out = writing
+                self._be_a_fork(session, number, lambda: next_of(queue, files))
+            os.close(writing)
+            self.processes[reading] = process
+        os.close(filling)
+        os.close(queue)
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        terminal.showfspath = False  # letters alone, for the files' are mixed
+        try:
+            self._listen(session)
+        finally:
+            for process in self.processes.values():  # a test that failed is the last one, or somebody has had enough
+                os.kill(process, signal.SIGTERM)
+        for item in session.items:
+            if item.nodeid not in self.finished:
+                how = "; ".join(self.ended.values())
+                text = f"not run to its end: a process of the run ended ({how})"
+                self.hook.pytest_runtest_logreport(
+                    report=TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+                )
+        return True
+
+    # ---- in the process that collected
+
+    def _listen(self, session) -> None:
+        selector = selectors.DefaultSelector()
+        for reading in self.processes:
+            selector.register(reading, selectors.EVENT_READ)
+        while self.processes:
+            for key, _ in selector.select():
+                size = int.from_bytes(read(key.fd, SIZE), "little")
+                if size:
+                    self._tell(*pickle.loads(read(key.fd, size)))
+                    if session.shouldfail:
+                        raise session.Failed(session.shouldfail)
+                    continue
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                process = self.processes.pop(key.fd)
+                if status := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+                    self.ended[process] = f"exit code {status}" if status > 0 else f"signal {-status}"
+
+    def _tell(self, name: str, told: dict) -> None:
+        if name == "pytest_runtest_logreport":
+            report = self.hook.pytest_report_from_serializable(config=self.config, data=told["report"])
+            if report.when == "teardown":
+                self.finished.add(report.nodeid)
+            told = {"report": report}
+        elif name == "pytest_warning_recorded":
+            text, file, line = told.pop("warning")
+            told["warning_message"] = warnings.WarningMessage(UserWarning(text), UserWarning, file, line)
+            self.hook.pytest_warning_recorded.call_historic(kwargs=told)
+            return
+        getattr(self.hook, name)(**told)
+
+    # ---- in a fork
+
+    def _be_a_fork(self, session, number: int, take) -> None:
+        code = 3
+        try:
+            self._prepare(number)
+            tests = take()
+            while tests:
+                following = []
+                for test, after in zip(tests, [*tests[1:], None], strict=True):
+                    if after is None and not session.shouldfail:
+                        following = take()
+                        after = following[0] if following else None
+                    self.hook.pytest_runtest_protocol(item=test, nextitem=after)
+                    if session.shouldfail or session.shouldstop:
+                        break
+                tests = [] if session.shouldfail or session.shouldstop else following
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _prepare(self, number: int) -> None:
+        """A place of its own for files, and for what tests print."""
+        plugins, factory = self.config.pluginmanager, self.config._tmp_path_factory
+        plugins.unregister(plugins.getplugin("terminalreporter"))
+        factory._basetemp = factory._basetemp / f"fork-{number}"
+        factory._basetemp.mkdir(mode=0o700)
+        capture = plugins.getplugin("capturemanager")
+        capture.stop_global_capturing()
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+
+    def _send(self, name: str, **told) -> None:
+        if self.out is not None:
+            data = pickle.dumps((name, told))
+            data = len(data).to_bytes(SIZE, "little") + data
+            while data:
+                data = data[os.write(self.out, data) :]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if self.out is not None:
+            data = self.hook.pytest_report_to_serializable(config=self.config, report=report)
+            self._send("pytest_runtest_logreport", report=data)
+
+    def pytest_runtest_logstart(self, nodeid, location):
+        self._send("pytest_runtest_logstart", nodeid=nodeid, location=location)
+
+    def pytest_runtest_logfinish(self, nodeid, location):
+        self._send("pytest_runtest_logfinish", nodeid=nodeid, location=location)
+
+    def pytest_warning_recorded(self, warning_message, when, nodeid, location):
+        text = f"{warning_message.category.__name__}: {warning_message.message}"
+        warning = (text, warning_message.filename, warning_message.lineno)
+        self._send("pytest_warning_recorded", warning=warning, when=when, nodeid=nodeid, location=location)
+
+
+def read(file: int, size: int) -> bytes:
+    """All of it, or nothing where the other end is closed."""
+    found = b""
+    while len(found) < size:
+        with contextlib.suppress(InterruptedError):
+            if not (part := os.read(file, size - len(found))):
+                return b""
+            found += part
+    return found
+
+
+def next_of(queue: int, files: list[list[pytest.Item]]) -> list[pytest.Item]:
+    number = read(queue, SIZE)
+    return files[int.from_bytes(number, "little")] if number else []
