@@ -140,6 +140,10 @@ class Weights:
             return fp8_linear.dequantized(weight, scale)
         return mxfp4_moe.dequantize(weight.view(torch.uint8), scale)
 
+    def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Of all a request's tokens: whoever asks again with more of them may keep it."""
+        return x @ self(name).T
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -186,7 +190,7 @@ def stored_index(rows: torch.Tensor) -> torch.Tensor:
 def entries(weights: Weights, x: torch.Tensor, ratio: int, by: torch.Tensor, eps: float, rules: Rules) -> torch.Tensor:
     """[tokens // ratio, 512 or 128]: of the tokens' inputs x, with the layer's angles; not yet as they are stored."""
     groups = x.shape[0] // ratio
-    tokens = torch.cat([x @ weights("wkv").T, x @ weights("wgate").T], dim=1)[: groups * ratio]
+    tokens = torch.cat([weights.product("wkv", x), weights.product("wgate", x)], dim=1)[: groups * ratio]
     own, ape = tokens.view(groups, ratio, -1), weights("ape") * rules.ape
     before = None
     overlaps = torch.zeros(groups, dtype=torch.bool, device=x.device)
@@ -237,7 +241,7 @@ def attention(config: Config, weights: Weights, x: torch.Tensor, ratio: int, *, 
     queries = (latent @ weights("wq_b").T).view(len(rows), config.heads, HEAD_DIM)
     queries = rms_norm(queries, None, config.eps) if rules.unit_queries else queries
     queries = rotated(queries, by * (positions[first:] + rules.position)[:, None])
-    keys = rms_norm(x @ weights("wkv").T, weights("kv_norm"), config.eps)
+    keys = rms_norm(weights.product("wkv", x), weights("kv_norm"), config.eps)
     keys = stored_key(rotated(keys, by * positions[:, None]))
     seen = visible(first, tokens, rules, x.device)
     if ratio and tokens >= ratio:

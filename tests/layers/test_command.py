@@ -143,6 +143,11 @@ def test_a_wrong_record_is_never_right(wrong, model, passes, tmp_path, capsys):
     assert ("FAULT" if expected == 1 else "NOT JUDGED") in said
 
 
+def test_whose_rows_they_are_is_asked(model, passes, tmp_path, capsys):
+    status, said = status_of(write(tmp_path, at(passes, 1, swapped_tokens)), model, capsys=capsys)
+    assert status == 2 and "rows of another request, or of another run" in said
+
+
 def test_a_planted_fault_ends_in_1(model, tmp_path, capsys):
     status, said = status_of(write(tmp_path, made.batch(model, Rules(routed_scale=1.0))), model, capsys=capsys)
     assert status == 1 and "\nFAULT" in said and ": no routed scale, " in said

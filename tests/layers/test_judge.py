@@ -125,6 +125,19 @@ def test_what_is_not_known_is_said(checkpoint, right):
         Judge(made.CONFIG, lacks).weights.under("mtp.0.").raw("h_proj.weight")
 
 
+def test_products_are_those_of_the_rows_that_are_there(checkpoint):
+    """Of a request that has grown, whose drafts were refused, or that is another one."""
+    kept, plain = judging.Kept(checkpoint).under("layers.0.attn."), model.Weights(checkpoint, "layers.0.attn.")
+    made_ = torch.Generator().manual_seed(1)
+    x, more, other = (torch.randn(rows, made.HIDDEN, generator=made_).double() for rows in (40, 5, 40))
+    changed = x.clone()
+    changed[3] = 0
+    for new in (x, torch.cat([x, more]), torch.cat([x[:38], more]), x[:30], other, changed, x):
+        assert torch.allclose(kept.product("wkv", new), new @ plain("wkv").T, rtol=1e-12)
+    kept.let_go()
+    assert not kept.made
+
+
 def test_a_layer_alone_that_is_wrong_is_seen():
     """Among layers that are right its share is small."""
     fine = {"share": 0.01, "reach": 0.01, "strength": 0.1}
@@ -135,6 +148,9 @@ def test_a_layer_alone_that_is_wrong_is_seen():
     for wrong, said in ((bad, "a, 0.90"), (layer | {"error": 0.3}, "0.30"), (layer | {"outliers": 3}, "3 of 9 rows")):
         found = verdict.of([group | {"layers": {0: layer, 1: wrong}}], 2, ())
         assert found.status == verdict.FAULT and "layer 1" in found.faults[0] and said in found.faults[0]
+    many = {number: layer | {"outliers": 1} for number in range(9)}  # one in each, which one near tie in each may be
+    assert verdict.of([group | {"rows": 450, "outliers": 9, "layers": many}], 9, ()).status == verdict.RIGHT
+    assert verdict.of([group | {"rows": 81, "outliers": 9, "layers": many}], 9, ()).status == verdict.FAULT
     weak = group["layers"][0] | {"faults": {"a": fine | {"share": 0.9, "strength": verdict.STRONG / 2}}}
     assert verdict.of([group | {"layers": {0: layer, 1: weak}}], 2, ()).status == verdict.RIGHT
     assert verdict.of([group], 3, ("target, extend",)).status == verdict.UNJUDGED

@@ -1,5 +1,5 @@
-"""What the table finds of the scheduler's rows in each release, of DSPARK's graphs and of the kernel of rows/sampling.py
-that has two places: test_wheels.py's part for rows/scheduler.py."""
+"""What the table finds of the scheduler's rows in each release, of DSPARK's graphs and of the kernel of
+rows/sampling.py that has two places: test_wheels.py's part for rows/scheduler.py."""
 
 from deepseek_v4_sm120.sglang_patches.rows import sampling
 from deepseek_v4_sm120.sglang_patches.rows import scheduler as rows

@@ -341,7 +341,8 @@ def test_all_that_we_replace_is_replaced_in_the_real_modules_and_nothing_keeps_t
     choices = ",".join(f"{name}=on" for name in everything)
     backends = ["marlin", "flashinfer_mxfp4"][: 2 if since(version, "0.5.16") else 1]
     code = EVERYTHING.replace("BACKENDS", repr(backends))
-    found = run(code, more=repr([more for more, _ in asked]), version=version, DSV4_SM120_SET=choices)
+    asks = {"DSV4_SM120_SET": choices, "DSV4_SM120_LAYERS": "/absent"}
+    found = run(code, more=repr([more for more, _ in asked]), version=version, **asks)
     assert found["dense"] == [[[3, 4096], "torch.float8_e4m3fn", [1024, 4096], "torch.float32", [8, 32]]]
     assert found["arguments"] == [["dsv4", tokens] for _, tokens in asked]
     of_marlin = {"swiglu_limit": 10.0, "up_first": False, "activations": "bf16"}

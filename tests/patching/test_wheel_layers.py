@@ -127,8 +127,8 @@ def test_its_places_fit_where_a_record_is_asked_for(inspect_wheel, version):  # 
     assert told == ({(READY, "reviewed")} if is_known else {(NOT_APPLICABLE, "")}) and len(found) == 4 * is_known + 1
     for one in found if is_known else ():
         assert [other.patch for other in made.records if other.where == one.where][-1] is LAYERS
-    [one] = [one for one in without.records if one.patch is LAYERS]
-    assert (one.state, one.reason) == (NOT_APPLICABLE, "only with DSV4_SM120_LAYERS")
+    [left] = [one for one in without.records if one.patch is LAYERS]
+    assert (left.state, left.reason) == (NOT_APPLICABLE, "only with DSV4_SM120_LAYERS")
 
 
 def calls(tree_, name):

@@ -31,6 +31,7 @@ from deepseek_v4_sm120.reference.model import Rules
 
 BLOCK = 1024  # rows at a time
 FAULTY = 16
+MOST_DRAFTS = 16  # a pass has no more rows behind the last one whose inputs stay
 OUTLIER = 0.5  # of a row: an expert, or an entry of the index, that was chosen otherwise by a near tie
 ATTENTION = {
     "a window of 127": Rules(window=127),
@@ -128,14 +129,27 @@ class Group:
 
 
 class Kept(model.Weights):
-    """Weights on a device, whose dequantised tensors stay until `let_go`, but for the experts'."""
+    """Weights on a device, whose dequantised tensors stay until `let_go`, but for the experts'; and their products with
+    the requests' inputs, of which the next pass has some more, and each fault the same."""
 
-    def __init__(self, tensors, prefix="", kept=None, device="cpu"):
+    def __init__(self, tensors, prefix="", kept=None, device="cpu", made=None):
         super().__init__(tensors, prefix)
-        self.kept, self.device = {} if kept is None else kept, device
+        self.kept, self.made, self.device = {} if kept is None else kept, {} if made is None else made, device
 
     def under(self, prefix):
-        return Kept(self.tensors, self.prefix + prefix, self.kept, self.device)
+        return Kept(self.tensors, self.prefix + prefix, self.kept, self.device, self.made)
+
+    def product(self, name, x):
+        every = self.made.setdefault(self.prefix + name, [])
+        for one in every:
+            rows = rows_alike(one[0], x)
+            if rows == len(x):
+                return one[1][:rows]
+            if rows:
+                one[:] = x, torch.cat([one[1][:rows], super().product(name, x[rows:])])
+                return one[1]
+        every.append([x, super().product(name, x)])
+        return every[-1][1]
 
     def raw(self, name):
         if self.prefix + name not in self.tensors:
@@ -152,6 +166,7 @@ class Kept(model.Weights):
 
     def let_go(self) -> None:
         self.kept.clear()
+        self.made.clear()
 
     def __call__(self, name):
         if ".experts." in self.prefix:
@@ -324,6 +339,7 @@ class Judge:
             for segment, tail in zip(one.segments, one.tails, strict=True):
                 before = [] if segment.source is None else [histories[segment.source][: segment.start]]
                 history = histories[segment.request] = torch.cat([*before, y[segment.rows]])
+                exact = history.double()  # once: by this are products found again
                 faults = {**every, BLIND: Rules(sees_before=one.first_drafts.get(segment.request, model.FAR))}
                 for name in self.asked(every):
                     rules = faults[name] if name is not None and number_of_pass in faulty else None
@@ -332,7 +348,7 @@ class Judge:
                     made = (
                         found[None][-1]
                         if same
-                        else model.attention(self.config, weights, history, ratio, first=first, rules=rules)
+                        else model.attention(self.config, weights, exact, ratio, first=first, rules=rules)
                     )
                     found[name].append(made)
         return {name: torch.cat(parts) for name, parts in found.items()}
@@ -352,6 +368,15 @@ class Judge:
     def asked(self, faults) -> dict:
         """The model itself, under None, and the faults that are looked for."""
         return {None: Rules()} | {k: v for k, v in faults.items() if self.faults is None or k in self.faults}
+
+
+def rows_alike(old: torch.Tensor, new: torch.Tensor) -> int:
+    """At the beginning of both; all, all but those of the last drafts, or none."""
+    if old is new:
+        return len(new)
+    most = min(len(old), len(new))
+    tried = (most, most - MOST_DRAFTS)
+    return next((rows for rows in tried if rows > 0 and torch.equal(old[:rows], new[:rows])), 0)
 
 
 def tails_of(one: Pass) -> torch.Tensor:
