@@ -116,8 +116,10 @@ OBJECTS = {
         "batch": ((SCHEDULE_BATCH,),),
         "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "batch.sampling_info": SAMPLING_INFO,
-        "self.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
-        "self.model_runner.server_args": (ARGUMENTS,),
+        "runner": ((f"{SRT}.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner",),),
+        "runner.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
+        "context": ((">=0.5.17", CONTEXT),),
+        "settings": (("<0.5.17", *ARGUMENTS), (">=0.5.17", f"{TEXT_OF}{SRT}.speculative.eagle_worker_v2")),
         "self.eagle_worker": ((f"{SRT}.speculative.eagle_worker_v2:EagleDraftWorker",),),
     },
     "all_reduce": {

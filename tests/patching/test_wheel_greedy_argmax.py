@@ -2,6 +2,7 @@
 the same numbers, and all else is as without."""
 
 import contextlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +126,13 @@ def test_what_follows_verification(version, asked):
     assert asked == [(2, VOCABULARY)]
     asked.clear()
     assert drafted(version, Graphs(2, False, logits)).shape == (2, 2) and not asked
+
+
+def test_it_is_drawn_by_what_the_worker_asks(monkeypatch):
+    """--speculative-use-block-verification turns it on (0.5.23) in what SGLang resolves, not in its arguments."""
+    context = SimpleNamespace(get_spec=lambda: SimpleNamespace(speculative_use_rejection_sampling=True))
+    monkeypatch.setitem(sys.modules, ours.CONTEXT, context)
+    assert type(Graphs(1, False, tied(2)).execute().next_token_logits) is torch.Tensor
 
 
 @pytest.mark.parametrize("topk, draws", [(2, False), (1, True)])

@@ -13,6 +13,7 @@ the first of equals and the first NaN, so there is nothing to choose.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,7 @@ from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 PATCH = "greedy_argmax"
+CONTEXT = "sglang.srt.runtime_context"
 FEWEST = 32_768  # numbers of a row: below it torch's is as fast
 
 
@@ -84,6 +86,15 @@ def lend(call: Callable, output):
             output.next_token_logits = logits
 
 
+def draws(runner) -> bool:
+    """Whether drafts are drawn by their probabilities: as the caller of `runner` itself asks, since other flags may
+    decide it, which SGLang's arguments do not show."""
+    context = sys.modules.get(CONTEXT)
+    get_spec = getattr(context, "get_spec", None)  # 0.5.17 and later
+    settings = runner.model_runner.server_args if get_spec is None else get_spec()
+    return settings.speculative_use_rejection_sampling
+
+
 def replace_forward(original: Callable) -> Callable:
     """For Sampler.forward(self, logits_output, sampling_info, ..)."""
 
@@ -118,8 +129,7 @@ def replace_execute(original: Callable) -> Callable:
     @functools.wraps(original)
     def execute(self, *args, **kwargs):
         output = original(self, *args, **kwargs)
-        draws = self.model_runner.server_args.speculative_use_rejection_sampling
-        if self.eagle_worker.topk == 1 and not draws and is_ours():
+        if self.eagle_worker.topk == 1 and not draws(self) and is_ours():
             output.next_token_logits = output.next_token_logits.as_subclass(StepLogits)
         return output
 
