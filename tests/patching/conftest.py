@@ -218,6 +218,7 @@ def accept_draft_tokens(
 def verify_logits_adjustments_are_noop(sampling_info):
     return True
 """
+DSPARK_COMPONENTS, FREE_MEMORY = "srt/speculative/dspark_components", "def get_available_gpu_memory(*_): pass"
 EAGLE = "def eagle_sample(verify_input, batch, logits_output, grammar_mask=None):\n    return grammar_mask\n"
 DRAFT_GRAPHS = "class EAGLEDraftCudaGraphRunner:\n    def execute(self, forward_batch):\n        return forward_batch\n"
 CHAIN = "from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton\n"
@@ -437,6 +438,7 @@ TREE_0_5_17 = {
     "sglang/srt/speculative/eagle_utils.py": EAGLE,
     "sglang/srt/speculative/eagle_draft_cuda_graph_runner.py": DRAFT_GRAPHS,
     "sglang/srt/speculative/dspark_components/dspark_verify.py": ACCEPTANCE,
+    **dict.fromkeys((f"sglang/{DSPARK_COMPONENTS}/dspark_{n}.py" for n in ("worker_v2", "draft_sampler")), FREE_MEMORY),
     "sglang/kernels/ops/speculative/reject_sampling.py": "def chain_speculative_sampling_triton(*args):\n    pass\n",
     "sglang/kernels/ops/speculative/dspark/dspark_accept.py": CHAIN,
     "sglang/srt/managers/tp_worker.py": WORKER,

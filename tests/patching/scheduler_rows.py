@@ -1,6 +1,8 @@
-"""What the table finds of the scheduler's rows in each release: test_wheels.py's part for rows/scheduler.py."""
+"""What the table finds of the scheduler's rows in each release, and of DSPARK's graphs: test_wheels.py's part for
+rows/scheduler.py."""
 
 from deepseek_v4_sm120.sglang_patches.rows import scheduler as rows
+from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_GRAPHS
 from tests.patching.wheels import since
 
 CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
@@ -18,6 +20,8 @@ def expected(version: str) -> dict[str, str]:
         found["padded_rows"] = rows.GRAPH_INPUTS
     if not since(version, "0.5.15"):
         found["shared_beginnings"] = rows.SWA_CACHE
+    if since(version, "0.5.16") and not since(version, "0.5.19"):
+        found["dspark_graphs"] = DSPARK_GRAPHS.targets[since(version, "0.5.17")].where
     if since(version, "0.5.17"):
         found["waiting_chunks"] = rows.ADDER
         found |= {} if since(version, "0.5.22") else {"mixed_chunks": rows.BATCH}

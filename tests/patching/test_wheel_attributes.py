@@ -319,6 +319,7 @@ OBJECTS = {
         "sys.modules[type(dispatch_output).__module__]": ((DISPATCHER,),),
         "_serve:routed": ((f"{MOE}.topk:StandardTopKOutput",),),
     },
+    "dspark_graphs": {"importlib.import_module(PARALLEL_STATE)": ((STATE,),), "cards": ((GROUP,),)},
     "dspark_windows": {"batch": ((SCHEDULE_BATCH,),)},
     "min_p_dspark": {"sampling_info": SAMPLING_INFO},
     "dspark_penalties": {

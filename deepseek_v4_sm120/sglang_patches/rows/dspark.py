@@ -1,5 +1,5 @@
-"""The rows of table.py that are DSPARK's: the waiting of its draft, the windows that its answers keep, and what
-requests ask of sampling."""
+"""The rows of table.py that are DSPARK's: the waiting of its draft and its graphs, the windows that its answers keep,
+and what requests ask of sampling."""
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -14,7 +14,9 @@ KERNELS_0_5_16 = "sglang.srt.speculative.dspark_components.kernels.dspark_accept
 CHAIN = "chain_speculative_sampling_triton"
 COUNTED = ">=0.5.18,<0.6"  # a request's steps are counted
 
-_min_p, _penalties = map(targets_of_fix, ("min_p_dspark", "dspark_penalties"))
+COMPONENTS, FREE_MEMORY = "sglang.srt.speculative.dspark_components", "get_available_gpu_memory"
+
+_graphs, _min_p, _penalties = map(targets_of_fix, ("dspark_graphs", "min_p_dspark", "dspark_penalties"))
 
 DSPARK_LENGTHS = Patch(
     name="dspark_lengths",
@@ -30,6 +32,18 @@ DSPARK_LENGTHS = Patch(
     ),
     absent="before 0.5.16 there is no DSPARK, and who reads them was read up to 0.5.23",
     retire="when SGLang does not ask for them",
+)
+
+DSPARK_GRAPHS = Patch(
+    name="dspark_graphs",
+    why="each card asks its own free memory whether DSPARK's draft goes into graphs; where cards differ at the limit "
+    "the server hangs at its start, or at the first request that samples (sglang #39886 has the same, open)",
+    targets=(
+        _graphs(f"{COMPONENTS}.dspark_worker_v2:{FREE_MEMORY}", "available_memory", Bound(), ">=0.5.16,<0.5.19"),
+        _graphs(f"{COMPONENTS}.dspark_draft_sampler:{FREE_MEMORY}", "available_memory", Bound(), ">=0.5.17,<0.5.19"),
+    ),
+    absent="before 0.5.16 there is no DSPARK, from 0.5.19 on SGLang asks for the least of the cards",
+    retire="with SGLang 0.5.18",
 )
 
 DSPARK_WINDOWS = Patch(
