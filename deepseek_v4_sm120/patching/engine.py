@@ -46,6 +46,7 @@ class Record:
     holder: object = None
     original: object = None
     replacement: object = None
+    elsewhere: list = field(default_factory=list)  # (module, name) that had the original by name, and have ours
     by_name: list[str] = field(default_factory=list)  # module attributes that still hold the original
     problem: str | None = None  # of this very target; another BROKEN one is left out because of its patch
 
@@ -384,17 +385,20 @@ class Engine:
         current = vars(holder)[attribute]
         if record.name in _marks(current):
             return None
-        if not import_hook.is_executing(record.target.module) and (others := _bound_elsewhere(record, current)):
+        others = [] if import_hook.is_executing(record.target.module) else _bound_elsewhere(record, current)
+        if others and not record.target.rebound:
+            names = ", ".join(f"{module.__name__}:{name}" for module, name in others)
             return (
-                f"{record.where} was imported before our hook, and {', '.join(others)} has the original by name; let "
+                f"{record.where} was imported before our hook, and {names} has the original by name; let "
                 "our folder be the first on PYTHONPATH, and import nothing of it ahead of us"
             )
         try:
             _lay(record, current, self._order)
         except Exception as error:  # ours, but raised inside an import of the host's: it stops where patches are used
             return f"{record.target.replacement}: {type(error).__name__}: {error}"
-        setattr(holder, attribute, record.replacement)
-        record.holder = holder
+        record.holder, record.elsewhere = holder, others
+        for place, name in ((holder, attribute), *others):
+            setattr(place, name, record.replacement)
         record.state, record.reason = APPLIED, f"by {record.target.replacement}"
         self._order = [*(r for r in self._order if r is not record), record]
         if not self._announced:
@@ -422,7 +426,8 @@ class Engine:
             for other in above:
                 _lay(other, current, above)
                 current = other.replacement
-            setattr(record.holder, record.attribute, current)
+            for place, name in ((record.holder, record.attribute), *record.elsewhere):
+                setattr(place, name, current)
 
     def _examine(self, record: Record) -> str | None:
         """Check contract and needs; fills in digest and review, returns the problem."""
@@ -517,12 +522,12 @@ def _holder(module, qualname: str) -> tuple[object, str]:
     return functools.reduce(lambda holder, name: getattr(holder, name, None), classes, module), attribute
 
 
-def _bound_elsewhere(record: Record, function) -> list[str]:
-    """Names under which other modules have a function that the target's module defines ("module:name")."""
+def _bound_elsewhere(record: Record, function) -> list[tuple[object, str]]:
+    """(module, name) under which other modules have a function that the target's module defines."""
     if getattr(function, "__module__", None) != record.target.module or "." in record.target.qualname:
         return []
     return [
-        f"{name}:{attribute}"
+        (module, attribute)
         for name, module in list(sys.modules.items())
         if name != record.target.module
         for attribute, value in list(getattr(module, "__dict__", {}).items())

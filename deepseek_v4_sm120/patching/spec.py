@@ -25,6 +25,8 @@ class Target:
     contract     what the definition on disk must look like, else the patch is BROKEN
     replacement  "module:function": replace(original) -> what is put there; imported only when it is applied
     caller       module whose calls of the name are checked too: they may pass only what the contract knows
+    rebound      a function that others only call: where the host imported it ahead of us, it is replaced in the modules
+                 that have it by name as well, for which any other target is BROKEN
     """
 
     where: str
@@ -32,6 +34,7 @@ class Target:
     contract: Contract
     replacement: str
     caller: str | None = None
+    rebound: bool = False
 
     @property
     def module(self) -> str:

@@ -32,9 +32,9 @@ NCCL = "sglang.srt.distributed.device_communicators.pynccl"
 def targets_of(module: str, folder: str = "adapters") -> Callable[..., Target]:
     """target(where, name, contract, sglang, caller): replaced by `replace_<name>` of this module of adapters/."""
 
-    def target(where: str, name: str, contract: Contract, sglang: str = EVERY, caller: str | None = None) -> Target:
+    def target(where: str, name: str, contract: Contract, sglang: str = EVERY, caller: str | None = None, **more):
         replacement = f"deepseek_v4_sm120.sglang_patches.{folder}.{module}:replace_{name}"
-        return Target(where=where, sglang=sglang, contract=contract, replacement=replacement, caller=caller)
+        return Target(where=where, sglang=sglang, contract=contract, replacement=replacement, caller=caller, **more)
 
     return target
 

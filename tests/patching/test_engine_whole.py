@@ -1,5 +1,6 @@
 """A patch as a whole or not at all, in one process and in all processes of a server; a start after the host's."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -352,6 +353,19 @@ def test_a_late_start_replaces_what_nobody_holds_and_refuses_what_somebody_does(
     gpu(True)
     with pytest.raises(PatchError, match="imported before our hook"):
         enter()
+
+
+def test_what_is_only_called_is_replaced_where_somebody_holds_it_and_taken_back_there(host, said, gpu):
+    host({"eng_host/early.py": "from eng_host.kernels import f as g\n"})
+    import eng_host.early
+    import eng_host.model
+
+    before = eng_host.early.g
+    rebound = dataclasses.replace(function_target(), rebound=True)
+    engine = start_engine([Patch(name="called", why="test", targets=(rebound,), retire="never")])
+    assert states(engine) == [APPLIED] and eng_host.kernels.f is eng_host.early.g is not before
+    engine._take_back(engine.records)
+    assert eng_host.kernels.f is eng_host.early.g is before
 
 
 def test_the_refusal_says_which_choices_start_the_server(host, said, gpu):

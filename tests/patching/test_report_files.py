@@ -16,7 +16,6 @@ from deepseek_v4_sm120.settings import Settings
 from tests.patching.small_host import make
 
 REPO = Path(__file__).resolve().parents[2]
-NAME = f"{os.getpid()}.json"
 REPORT = {"deepseek_v4_sm120": "0", "pid": 7, "patches": [], "notes": [], "shadow_summary": []}
 STRANGE = {
     "{": "is not JSON",
@@ -30,6 +29,11 @@ STRANGE = {
     json.dumps({**REPORT, "devices_served": []}): "is none of our reports",
     json.dumps({**REPORT, "notes": [3]}): "is none of our reports",
 }
+
+
+def name() -> str:
+    """Of this process's report; the one that collected may have been another."""
+    return f"{os.getpid()}.json"
 
 
 def in_time(call, seconds=20):
@@ -79,22 +83,22 @@ def test_nothing_that_is_not_ours_is_followed_overwritten_or_waited_for(host, sa
     folder, elsewhere = tmp_path / "reports", tmp_path / "precious.json"
     folder.mkdir()
     elsewhere.write_text("precious")
-    plant(folder / NAME, kind, elsewhere)
+    plant(folder / name(), kind, elsewhere)
     made = in_time(lambda: engine_with(folder))
     in_time(lambda: report.write(made))
     text = warning_of(said)
-    assert f"DSV4_SM120_REPORT={folder}: {NAME} {words}, and is left as it is; all else goes on" in text
-    assert elsewhere.read_text() == "precious" and os.listdir(folder) == [NAME]
-    assert kind != "file" or (folder / NAME).read_text() == "somebody's notes"
+    assert f"DSV4_SM120_REPORT={folder}: {name()} {words}, and is left as it is; all else goes on" in text
+    assert elsewhere.read_text() == "precious" and os.listdir(folder) == [name()]
+    assert kind != "file" or (folder / name()).read_text() == "somebody's notes"
     reports, problems = in_time(lambda: report_files.read(folder))
     assert reports == [] and len(problems) == 1 and words in problems[0]
 
 
 def test_what_a_power_failure_left_of_a_report_is_replaced(host, said, tmp_path):
     host()
-    (tmp_path / NAME).touch()
+    (tmp_path / name()).touch()
     report.write(engine_with(tmp_path))
-    assert not said and json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    assert not said and json.loads((tmp_path / name()).read_text())["pid"] == os.getpid()
 
 
 def test_a_link_under_the_name_of_a_draft_is_not_followed(host, said, tmp_path):
@@ -104,9 +108,9 @@ def test_a_link_under_the_name_of_a_draft_is_not_followed(host, said, tmp_path):
     precious.write_text("precious")
     folder = tmp_path / "reports"
     folder.mkdir()
-    (folder / NAME).with_suffix(".tmp").symlink_to(precious)
+    (folder / name()).with_suffix(".tmp").symlink_to(precious)
     engine_with(folder)
-    assert precious.read_text() == "precious" and json.loads((folder / NAME).read_text())["pid"] == os.getpid()
+    assert precious.read_text() == "precious" and json.loads((folder / name()).read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "/dev/full", "/dev/null/below"])
@@ -142,20 +146,20 @@ def test_a_full_disk_is_told_once_and_leaves_nothing_behind(host, said, tmp_path
         return Full(opened) if "w" in mode else opened
 
     engine_with(folder)
-    before = (folder / NAME).read_text()
+    before = (folder / name()).read_text()
     monkeypatch.setattr(json_file, "open", full, raising=False)
     made = engine_with(folder)
     report.write(made)
     assert "No space left on device" in warning_of(said)
-    assert os.listdir(folder) == [NAME] and (folder / NAME).read_text() == before, "the last whole report stays"
+    assert os.listdir(folder) == [name()] and (folder / name()).read_text() == before, "the last whole report stays"
     assert report_files.problem(folder) == f"{folder}: No space left on device"
 
 
 def test_a_report_of_an_earlier_process_of_that_number_is_replaced(host, said, tmp_path):
     host()
-    (tmp_path / NAME).write_text(json.dumps(REPORT))
+    (tmp_path / name()).write_text(json.dumps(REPORT))
     engine_with(tmp_path)
-    assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid() and said == []
+    assert json.loads((tmp_path / name()).read_text())["pid"] == os.getpid() and said == []
 
 
 @pytest.mark.parametrize("has_our_number", [False, True])
@@ -168,17 +172,17 @@ def test_what_is_planted_over_our_own_report_later_stays(has_our_number, host, s
     report.write(made)
     assert said == []
     real = os.lstat
-    ours = real(folder / NAME)
-    (folder / NAME).unlink()
-    (folder / NAME).symlink_to(precious)
+    ours = real(folder / name())
+    (folder / name()).unlink()
+    (folder / name()).symlink_to(precious)
     if has_our_number:
         kept = ("st_mode", "st_size", "st_mtime_ns")
-        found = {name: getattr(os.lstat(folder / NAME), name) for name in kept}
+        found = {part: getattr(os.lstat(folder / name()), part) for part in kept}
         found = SimpleNamespace(st_dev=ours.st_dev, st_ino=ours.st_ino, **found)
-        monkeypatch.setattr(os, "lstat", lambda path: found if Path(path) == folder / NAME else real(path))
+        monkeypatch.setattr(os, "lstat", lambda path: found if Path(path) == folder / name() else real(path))
     report.write(made)
     monkeypatch.setattr(os, "lstat", real)
-    assert precious.read_text() == "precious" and (folder / NAME).is_symlink() and "is a symbolic link" in said[0][1]
+    assert precious.read_text() == "precious" and (folder / name()).is_symlink() and "is a symbolic link" in said[0][1]
 
 
 @pytest.mark.parametrize("text", STRANGE)

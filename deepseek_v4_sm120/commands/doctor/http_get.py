@@ -39,12 +39,15 @@ def port_of(url: str) -> int:
     return parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def get(url: str, api_key: str | None = None, sent: bytes | None = None, limit_s: float = LIMIT_S) -> str | None:
-    """Body; None for 404 and 405. CommandError when there is nobody, no sense or no end. sent: a JSON text to POST.
+def get(url: str, api_key: str | None = None, sent: bytes | None = None, limit_s: float | None = None) -> str | None:
+    """Body; None for 404 and 405. CommandError when there is nobody, no sense or no end. sent: a JSON text to POST;
+    limit_s: LIMIT_S where none is given.
 
     A thread asks, and is left behind when the time is over: name look-up, connection, headers and body have one limit.
     """
     answers: queue.Queue = queue.Queue(1)
+
+    limit_s = LIMIT_S if limit_s is None else limit_s
 
     def ask() -> None:
         try:

@@ -170,7 +170,7 @@ CERTAIN_TOKENS = Patch(
     "another one, nothing may be left to draw of, and the vocabulary's last token is taken: a word from nowhere",
     targets=(
         _certain_tokens(f"sglang.srt.speculative.{CHAIN}", "verify", Bound(), ">=0.5.14,<0.5.16"),
-        _certain_tokens(f"sglang.kernels.ops.speculative.{CHAIN}", "verify", Bound(), ">=0.5.16,<0.6"),
+        _certain_tokens(f"sglang.kernels.ops.speculative.{CHAIN}", "verify", Bound(), ">=0.5.16,<0.6", rebound=True),
     ),
     absent="before 0.5.14 nothing is drawn of what is left",
     retire="when SGLang's kernel takes the model's likeliest where nothing is left",
