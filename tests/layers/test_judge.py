@@ -138,6 +138,17 @@ def test_products_are_those_of_the_rows_that_are_there(checkpoint):
     assert not kept.made
 
 
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_rows_that_are_all_wrong_are_no_near_ties(rows):
+    """A single row, too, of which one may be another choice."""
+    fine = {"a": {"share": 0.01, "reach": 0.01, "strength": 0.1}}
+    layer = {"rows": rows, "outliers": 0, "worst": 0.1, "error": 0.02, "faults": fine}
+    group = {"what": "experts, routed", "mode": "draft, decode", **layer, "layers": {0: layer}}
+    assert verdict.of([group], 1, ()).status == verdict.RIGHT
+    wrong = group | {"outliers": rows, "error": None, "faults": {}}
+    assert verdict.of([group, wrong | {"layers": {}}], 1, ()).status == verdict.FAULT
+
+
 def test_a_layer_alone_that_is_wrong_is_seen():
     """Among layers that are right its share is small."""
     fine = {"share": 0.01, "reach": 0.01, "strength": 0.1}

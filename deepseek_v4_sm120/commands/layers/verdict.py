@@ -68,7 +68,8 @@ def of(groups: list[dict], layers: int, wanted: tuple[str, ...]) -> Verdict:
 
 def _of_group(group: dict, found: Verdict) -> None:
     where = f"{group['what']}, {group['mode']}"
-    if group["outliers"] > max(OTHERWISE * group["rows"], 1 if group["rows"] < 1 / OTHERWISE else 0):
+    few = 1 if group["rows"] < 1 / OTHERWISE else 0  # of which one may be another choice, but not the only one
+    if group["outliers"] > max(OTHERWISE * group["rows"], few) or 0 < group["rows"] == group["outliers"]:
         found.faults.append(
             f"{where}: {group['outliers']} of {group['rows']} rows are more than half off, or no numbers"
         )
