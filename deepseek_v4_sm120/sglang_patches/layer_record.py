@@ -38,8 +38,8 @@ from deepseek_v4_sm120.patching import json_file, report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.names import MODEL, PARALLEL_STATE
+from deepseek_v4_sm120.sglang_patches.rows.layers import ASKED, FACTS
 
-ASKED, FACTS = "asked.json", "server.json"
 OF_LENGTHS = ("EXTEND", "MIXED")  # modes whose requests have rows of their own number; of others all have as many
 GRAPH_ROWS = 32
 GRAPH_BYTES = 512 << 20

@@ -18,8 +18,9 @@ from pathlib import Path
 from deepseek_v4_sm120.commands.console import CommandError, one_line
 from deepseek_v4_sm120.commands.doctor import http_get
 from deepseek_v4_sm120.patching import json_file
+from deepseek_v4_sm120.sglang_patches.rows.layers import ASKED, FACTS
 
-ASKED, FACTS, SENT = "asked.json", "server.json", "sent.json"  # the first two: sglang_patches/layer_record.py
+SENT = "sent.json"
 ALONE, TOGETHER = (5, 270, 2600), (9, 140)
 NEW = 4  # tokens of each answer
 FIRST, LAST = 1000, 100_000  # what the tokens are taken from: no special ones

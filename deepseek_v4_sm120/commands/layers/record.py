@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from deepseek_v4_sm120.commands.layers.asking import SENT
 from deepseek_v4_sm120.reference.mhc import STREAMS
-from deepseek_v4_sm120.sglang_patches.layer_record import FACTS
+from deepseek_v4_sm120.sglang_patches.rows.layers import FACTS
 
-SENT = "sent.json"
 PROMPT, VERIFY = "EXTEND", "TARGET_VERIFY"
 
 

@@ -6,6 +6,7 @@ from deepseek_v4_sm120.patching.spec import Patch, Target
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, MODEL_RUNNER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import MODEL_FORWARD, MODEL_FORWARD_PARAMETERS, MTP_MODEL
 
+ASKED, FACTS = "asked.json", "server.json"  # files: what is to be recorded, and what the server is
 SINCE = ">=0.5.14,<0.6"
 EXPERTS = "sglang.srt.models.deepseek_v2:DeepseekV2MoE.forward"
 
