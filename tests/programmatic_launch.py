@@ -22,6 +22,11 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived", "writes"),
     ),
     "compressor::DraftsParams": ((), ("requests", "lengths", "accepted", "states")),
+    "fp8_linear::DraftNormParams": (
+        ("hidden_norm", "embedded_norm", "table"),
+        ("hidden", "embedded", "ids", "hidden_out", "embedded_out"),
+    ),
+    "fp8_linear::DraftSumParams": ((), ("hidden", "embedded", "out")),
     "fp8_linear::NormParams": (("weight",), ("x", "out")),
     "fp8_linear::Params": (
         ("weight", "scale", "rotation"),
@@ -152,8 +157,15 @@ KERNELS: dict[str, Kernel] = {
     ),
     "fp8_linear, tiles": Kernel(r"fp8_linear::tile_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")),
     "fp8_linear, units": Kernel(r"fp8_linear::units_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight",)),
+    "fp8_linear, a draft's norms": Kernel(
+        r"fp8_linear::.*draft_norms_kernel",
+        "fp8_linear::DraftNormParams",
+        BEHIND,
+        ahead=("hidden_norm", "embedded_norm"),
+    ),
+    "fp8_linear, a draft's sum": Kernel(r"fp8_linear::.*draft_sum_kernel<", "fp8_linear::DraftSumParams", BEFORE),
     "fp8_linear, the latent's norm": Kernel(
-        r"fp8_linear::.*norm_kernel", "fp8_linear::NormParams", BEHIND, ahead=("weight",)
+        r"fp8_linear::.*\bnorm_kernel", "fp8_linear::NormParams", BEHIND, ahead=("weight",)
     ),
     "fp8_linear, splits added": Kernel(r"fp8_linear::merge_kernel<", "fp8_linear::Params", BEFORE),
     "index_select, scores": Kernel(SCORES[0], "index_select::ScoreParams", BEHIND),

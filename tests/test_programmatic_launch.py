@@ -104,6 +104,7 @@ def offsets(folder: Path) -> dict[str, dict[int, str]]:
     headers = sorted({f"{struct_.partition('::')[0]}" for struct_ in POINTERS})
     parts = [
         "compressor/drafts",
+        "fp8_linear/draft",
         "fp8_linear/norm",
         "mxfp4_moe/shared",
         "mxfp4_moe/scaled",

@@ -6,6 +6,7 @@
 
 #include "../arguments.h"
 #include "config.h"
+#include "draft.h"
 #include "norm.h"
 
 namespace dsv4::fp8_linear {
@@ -74,12 +75,49 @@ inline void run_norm(Arguments& a) {
   launch_norm(p, rows, last.pdl, last.stream);
 }
 
+inline void run_draft_norms(Arguments& a) {
+  DraftNormParams p = {};
+  p.hidden = a["hidden"];
+  p.embedded = a["embedded"];
+  p.embedded_stride = a["embedded_stride"];
+  p.table = a["table"];
+  p.entries = a["entries"];
+  p.ids = a["ids"];
+  p.id_bytes = a["id_bytes"];
+  p.hidden_norm = a["hidden_norm"];
+  p.embedded_norm = a["embedded_norm"];
+  p.hidden_out = a["hidden_out"];
+  p.embedded_out = a["embedded_out"];
+  p.rows = a["rows"];
+  p.streams = a["streams"];
+  p.inputs = a["inputs"];
+  p.hidden_eps = a["hidden_eps"];
+  p.embedded_eps = a["embedded_eps"];
+  const LaunchArguments last = a.last();
+  launch_draft_norms(p, last.pdl, last.stream);
+}
+
+inline void run_draft_sum(Arguments& a) {
+  DraftSumParams p = {};
+  p.hidden = a["hidden"];
+  p.embedded = a["embedded"];
+  p.out = a["out"];
+  p.rows = a["rows"];
+  p.streams = a["streams"];
+  p.outputs = a["outputs"];
+  const int splits = a["splits"];
+  const LaunchArguments last = a.last();
+  launch_draft_sum(p, splits, last.pdl, last.stream);
+}
+
 inline void bind(py::module_& m) {
   using namespace py::literals;
   m.attr("FP8_LINEAR_MAX_ROWS") = kMaxRows;
   define(m, "fp8_linear", run);
   define(m, "fp8_linear_merge", run_merge);
   define(m, "fp8_linear_norm", run_norm);
+  define(m, "fp8_linear_draft_norms", run_draft_norms);
+  define(m, "fp8_linear_draft_sum", run_draft_sum);
   m.attr("FP8_LINEAR_NORM_INPUTS") = kNormInputs;
   m.attr("FP8_LINEAR_ROTATED") = kRotated;
   m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "draft.h"
 #include "kernel.cuh"
 #include "many.h"
 #include "norm.h"
@@ -208,6 +209,7 @@ std::vector<KernelAttributes> kernel_attributes() {
   }
   for (const KernelAttributes& of_units : units_attributes()) all.push_back(of_units);
   for (const KernelAttributes& of_norm : norm_attributes()) all.push_back(of_norm);
+  for (const KernelAttributes& of_draft : draft_attributes()) all.push_back(of_draft);
   return all;
 }
 

@@ -78,3 +78,15 @@ def latent_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     """[rows, inputs] float64: RMSNorm of the queries' latent. Source: DeepSeek's inference/model.py (RMSNorm)."""
     x = x.double()
     return x / (x.square().mean(1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def draft_input(hidden, embedded, of_hidden, of_embedded, *, ids=None) -> torch.Tensor:
+    """[rows, streams, outputs] float64: what a draft's block begins with, of two halves with norm, eps, weight and
+    weight_scale; `ids` choose rows of `embedded`. Source: DeepSeek's inference/model.py (MTPBlock)."""
+    rows, streams, inputs = hidden.shape
+    embedded = embedded if ids is None else embedded[ids.long()]
+    products = [
+        fp8_linear(latent_norm(x, half.norm, half.eps), half.weight, half.weight_scale)
+        for x, half in ((hidden.reshape(-1, inputs), of_hidden), (embedded, of_embedded))
+    ]
+    return products[0].view(rows, streams, -1) + products[1][:, None]

@@ -35,6 +35,7 @@ from deepseek_v4_sm120.sglang_patches.rows.attention import (
 )
 from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
+from deepseek_v4_sm120.sglang_patches.rows.draft import DRAFT_INPUT
 from deepseek_v4_sm120.sglang_patches.rows.dspark import (
     DSPARK_GRAPHS,
     DSPARK_LENGTHS,
@@ -526,7 +527,7 @@ TABLE = Table(
         *(PREEMPTED_REQUESTS, SHORT_PROMPTS, WAITING_PROMPTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES),
         *(FENCED_COPIES, FREED_WINDOWS, DSPARK_GRAPHS, DRAFT_CHAIN, FIRST_STOPS, STEP_TABLES, PLAIN_ANGLES),
         *(HELD_LATENTS, DRAFT_PROBABILITIES, REPLACED_SESSIONS, STORED_PAGES, ARGUMENT_DEFAULTS, PREFILL_GRAPHS),
-        *(MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS, LAYERS),
+        *(MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS, DRAFT_INPUT, LAYERS),
     ),
     defaults=DEFAULTS,
     stand_ins=(

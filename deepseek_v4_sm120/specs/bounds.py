@@ -49,6 +49,9 @@ FP8_LINEAR_WIDE = 0.002  # of ours, from 1024 outputs on
 # Bf16 out of float32. Shadow: another order of the sum of squares turns a rounding now and then.
 LATENT_NORM = Bound(truth=0.0025, shadow=0.002, others=0.01)
 
+# Two norms, two products and their sum, each rounded to bf16: 0.0027. Shadow: products of activations in E4M3.
+DRAFT_INPUT = Bound(truth=0.0035, shadow=0.06, others=0.06)
+
 # Of a draft's logits. Truth: of ours against float64 of its own E4M3 weights. Shadow: the weights' rounding, 0.026
 # where they are normally distributed; nobody has compared a checkpoint's.
 DRAFT_HEAD = Bound(truth=0.0025, shadow=0.06, others=0.06)

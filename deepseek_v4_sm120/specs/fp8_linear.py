@@ -18,6 +18,7 @@ import torch
 
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import fp8_linear as op
+from deepseek_v4_sm120.ops import fp8_linear_draft_input as draft_op
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
@@ -127,6 +128,20 @@ class Inputs:
     scale: torch.Tensor  # [outputs / 128, inputs / 128] float32
 
 
+def make_draft_input(rows: int, outputs: int, inputs: int, generator, *, streams=4, entries=None) -> tuple[tuple, dict]:
+    """Arguments of draft_input: ids where there are entries, of a table in wider rows."""
+    device, halves = generator.device, []
+    for scale_format in (True, False):
+        weight, scale = make_weight(1, outputs, inputs, generator, ue8m0=scale_format)
+        norm = (1 + 0.3 * torch.randn(inputs, generator=generator, device=device)).bfloat16()
+        halves.append(draft_op.Half(norm, 1e-6, weight[0], scale[0]))
+    hidden = make_x(rows, streams, inputs, generator)
+    embedded = make_x(entries or rows, 1, inputs + 8, generator)[:, 0, :inputs]
+    if entries is None:
+        return (hidden, embedded, *halves), {}
+    return (hidden, embedded, *halves), {"ids": torch.randint(0, entries, (rows,), generator=generator, device=device)}
+
+
 def make_loaded_weights(matrix: Matrix, count: int, generator: torch.Generator) -> list[tuple]:
     """make_weight's of `count` layers, each [groups, ..]; scales as SGLang loads them: powers of two, float32."""
     weight, scale = make_weight(count * matrix.groups, matrix.outputs, matrix.inputs, generator, ue8m0=True)
@@ -143,6 +158,7 @@ def checks(quick: bool) -> Iterator[Check]:
         yield Check("fp8_linear", "{} x [{}, {}]".format(*size), functools.partial(_check_size, *size), ON_GPU)
     yield Check("fp8_linear", "sums of parts of the inputs", _check_unmerged, ON_GPU)
     yield Check("fp8_linear", "the latent's norm", _check_latent_norm, ON_GPU)
+    yield Check("fp8_linear", "what a draft's block begins with", _check_draft_input, ON_GPU)
 
 
 def _check_references() -> str:
@@ -192,6 +208,21 @@ def _check_latent_norm() -> str:
     error = within(strict_error(together, reference.latent_norm(x, weight, 1e-6)), bounds.LATENT_NORM.truth)
     same(op.latent_norm(x[5:6], weight, 1e-6), together[5:6], f"a row alone and among {STEP_ROWS}")
     return error
+
+
+def _check_draft_input() -> str:
+    """Against float64, by ids and by rows; a token among others, whose products are made in other parts."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    (hidden, table, *halves), by = make_draft_input(STEP_ROWS // 4, FLASH.hidden, FLASH.hidden, generator, entries=300)
+    together = draft_op.draft_input(hidden, table, *halves, **by)
+    truth = reference.draft_input(hidden, table, *halves, **by)
+    error = within(strict_error(together, truth), bounds.DRAFT_INPUT.truth)
+    for rows in (1, 2, 8, 33):
+        own = by["ids"][:rows]
+        for given in ({"embedded": table, "ids": own}, {"embedded": table[own]}):
+            alone = draft_op.draft_input(hidden[:rows], *(given.pop("embedded"), *halves), **given)
+            same(alone, together[:rows], f"{rows} tokens alone and among {len(hidden)}")
+    return f"{error}; tokens alone equal the tokens among others"
 
 
 # ---- calibrate: the shapes of a plan

@@ -13,6 +13,7 @@ import torch
 
 from deepseek_v4_sm120.ops import all_reduce as all_reduce_op
 from deepseek_v4_sm120.ops import bf16_linear, fp8_linear, mhc, mxfp4_moe, router_topk, sparse_decode, wo_a
+from deepseek_v4_sm120.ops import fp8_linear_draft_input as draft_op
 from deepseek_v4_sm120.reference import all_reduce as all_reduce_reference
 from deepseek_v4_sm120.reference import fp8_linear as fp8_reference
 from deepseek_v4_sm120.reference import mxfp4_moe as moe_reference
@@ -129,6 +130,35 @@ def test_latent_norm(choices):
         truth = fp8_reference.latent_norm(source[:, :1024], w, 1e-6)
         assert strict_error(one, truth) < bounds.LATENT_NORM.truth
     assert same(found[3:4], alone) and ran("norm_kernel")
+
+
+@schedules
+@pytest.mark.parametrize("rows, streams, inputs, by_ids", [(2, 4, 2048, 1), (3, 4, 256, 0), (5, 2, 2048, 1)])
+def test_draft_input(choices, rows, streams, inputs, by_ids):
+    """Both products in parts that the sum adds up, or whole; the embedding by ids and by rows."""
+    entries = 9 if by_ids else None
+    (hidden, table, *halves), by = fp8_spec.make_draft_input(
+        rows, 256, inputs, generator(rows), streams=streams, entries=entries
+    )
+    with emulated(**choices | {"multiprocessors": 8}):
+        found = draft_op.draft_input(hidden, table, *halves, **by)
+        assert ran("draft_sum_kernel") and not ran("merge_kernel")
+        normed = draft_op._norms(hidden, table, *halves, by.get("ids"))
+        apart = [
+            fp8_linear.fp8_linear(x, half.weight, half.weight_scale) for x, half in zip(normed, halves, strict=True)
+        ]
+        assert same(found, apart[1][:, None] + apart[0].view(rows, streams, -1))
+        one = {name: value[1:2].int() for name, value in by.items()}
+        assert same(found[1:2], draft_op.draft_input(hidden[1:2], table if by_ids else table[1:2], *halves, **one))
+        for ids in (-1, 9) if by_ids else ():
+            lost = draft_op.draft_input(hidden[:1], table, *halves, ids=torch.tensor([ids]))
+            assert lost.isnan().all()
+    for made, half, x in zip(
+        normed, halves, (hidden.flatten(0, 1), table[by["ids"]] if by_ids else table), strict=True
+    ):
+        assert strict_error(made, fp8_reference.latent_norm(x, half.norm, half.eps)) < bounds.LATENT_NORM.truth
+    truth = fp8_reference.draft_input(hidden, table, *halves, **by)
+    assert strict_error(found, truth) < bounds.DRAFT_INPUT.truth
 
 
 @schedules

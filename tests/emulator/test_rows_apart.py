@@ -28,6 +28,7 @@ from deepseek_v4_sm120.ops import (
     wo_a,
 )
 from deepseek_v4_sm120.ops import compressor as compressor_op
+from deepseek_v4_sm120.ops import fp8_linear_draft_input as draft_op
 from deepseek_v4_sm120.ops.triton import mxfp4_moe as triton_moe
 from deepseek_v4_sm120.reference import compressor as compressor_reference
 from deepseek_v4_sm120.reference import kv_pages
@@ -140,6 +141,16 @@ def test_row_argmax():
 def test_latent_norm():
     x, weight = torch.randn(5, 1024, generator=generator(1)).bfloat16(), torch.ones(1024).bfloat16()
     apart(lambda x: fp8_linear.latent_norm(x, weight, 1e-6), 5, lambda spoilt: {"x": spoil(x, spoilt)})
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_draft_input(rows):
+    (hidden, table, *halves), by = fp8_spec.make_draft_input(rows, 256, 2048, generator(rows), entries=50)
+
+    def batch(spoilt):
+        return {"hidden": spoil(hidden, spoilt), "ids": spoil(by["ids"], spoilt, (-1, 50))}
+
+    apart(lambda hidden, ids: draft_op.draft_input(hidden, table, *halves, ids=ids), rows, batch, multiprocessors=8)
 
 
 @pytest.mark.parametrize("rows", [2, 9, 65])

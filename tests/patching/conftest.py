@@ -309,6 +309,7 @@ class TokenizerManager:
 """
 MTP_MODEL = """
 class DeepseekV4ModelNextN:
+    def forward(self, input_ids, positions, forward_batch, input_embeds=None): return input_embeds
     def hc_head(self, x, hc_fn, hc_scale, hc_base):
         return x
 """

@@ -161,6 +161,15 @@ OBJECTS = {
     },
     "bf16_linear_dealt": {"state": ((STATE,),), "tp": ((GROUP,),)},
     "fp8_linear": {"layer": (FP8_WEIGHT,), "method": ((FP8_METHOD,),), "norm": ((NORM,),)},
+    "fp8_linear_draft_input": {
+        "model": ((MTP_MODEL,),),
+        "forward_batch": ((f"{BATCH}:ForwardBatch",),),
+        "forward_batch.spec_info": ((f"{SRT}.speculative.eagle_info:EagleDraftInput",),),
+        **dict.fromkeys(("projection", "model.h_proj"), ((f"{LINEAR}:ReplicatedLinear", *FP8_WEIGHT),)),
+        "norm": ((NORM,),),
+        "embedding": ((f"{SRT}.layers.vocab_parallel_embedding:VocabParallelEmbedding", LM_HEAD[1]),),
+        "table": ((f"{SRT}.layers.vocab_parallel_embedding:VocabParallelEmbedding", LM_HEAD[1]),),
+    },
     "fp8_linear_draft_head": {
         "lm_head": (LM_HEAD,),
         "args[0]": ((f"{MODEL}:DeepseekV4ForCausalLM",), (DSPARK,)),

@@ -67,6 +67,7 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.14"):
         found["updated_sinks"] = MODEL_RUNNER + ("_components.weight_updater" if since(version, "0.5.16") else "")
         found |= {"loaded_prefixes": PREFILL_RUNNER, "greedy_argmax": DRAFT_EXTEND_RUNNER}
+        found["draft_input"] = MTP_MODEL.partition(":")[0]
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
         found["min_tokens"] = DSPARK_VERIFY if since(version, "0.5.18") else EAGLE
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}

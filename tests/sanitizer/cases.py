@@ -23,6 +23,7 @@ import torch
 from deepseek_v4_sm120.ops import (
     bf16_linear,
     fp8_linear,
+    fp8_linear_draft_input,
     fp8_linear_weights,
     mhc,
     mxfp4_moe,
@@ -186,8 +187,20 @@ def _latent_norm(rows: int, device: str):
     return lambda: within(relative_error(out, truth), bounds.LATENT_NORM.truth)
 
 
+def _draft_input(tokens: int, inputs: int, entries: int | None, device: str):
+    (hidden, table, *halves), by = fp8_spec.make_draft_input(
+        tokens, 256, inputs, _generator(device, tokens), entries=entries
+    )
+    out = fp8_linear_draft_input.draft_input(hidden, table, *halves, **by)
+    truth = fp8_reference.draft_input(hidden, table, *halves, **by)
+    return lambda: within(relative_error(out, truth), bounds.DRAFT_INPUT.truth)
+
+
 def _fp8_cases() -> Iterator[Case]:
     yield from _fp8_of(False)
+    for tokens, inputs, entries in ((1, 2048, 50), (3, 2048, None), (20, 512, 50)):
+        name = f"a draft's input, {tokens} tokens of {inputs}"
+        yield Case(name, functools.partial(_draft_input, tokens, inputs, entries))
     yield Case("latent norm, 5 rows", functools.partial(_latent_norm, 5))
     for rows, count in ((1, None), (40, 1)):
         yield Case(f"draft head, {rows} rows", functools.partial(_draft_head, rows), count)

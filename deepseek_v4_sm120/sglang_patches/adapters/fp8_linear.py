@@ -128,7 +128,7 @@ def _latent_norm(norm, original: Callable) -> Callable:
     return forward
 
 
-def _is_plain(norm) -> bool:
+def is_plain(norm) -> bool:
     """True for an RMSNorm over all inputs that rounds once."""
     return getattr(norm, "variance_size_override", None) is None and not getattr(norm, "cast_x_before_out_mul", False)
 
@@ -141,7 +141,7 @@ def replace_attention_init(original: Callable) -> Callable:
         original(self, *args, **kwargs)
         is_ours, norm = not getattr(self, "is_dsv41", False), getattr(self, "q_norm", None)
         process.has_our_model |= is_ours
-        if is_ours and norm is not None and _is_plain(norm):
+        if is_ours and norm is not None and is_plain(norm):
             norm.forward = _latent_norm(norm, norm.forward)
 
     return __init__
