@@ -129,6 +129,27 @@ def test_the_merge_and_the_latents_norm(wrong, few_outputs, monkeypatch):
         fp8_linear._check_unmerged() if wrong == "merge" else fp8_linear._check_latent_norm()
 
 
+@pytest.mark.parametrize("wrong", [None, "all", "alone", "rows"])
+def test_what_a_drafts_block_begins_with(wrong, monkeypatch):
+    real, make = torch.Generator, fp8_linear.make_draft_input
+    monkeypatch.setattr(torch, "Generator", lambda device: real())
+    monkeypatch.setattr(
+        fp8_linear, "make_draft_input", lambda rows, outputs, inputs, *g, **k: make(rows, 128, 256, *g, **k)
+    )
+
+    def operator(hidden, *given, ids=None):
+        made = fp8_reference.draft_input(hidden, *given, ids=ids).bfloat16()
+        is_wrong = {"all": True, "alone": len(hidden) == 1, "rows": ids is None}.get(wrong, False)
+        return spoiled(made) if is_wrong else made
+
+    monkeypatch.setattr(fp8_linear.draft_op, "draft_input", operator)
+    if wrong is None:
+        assert "relative error" in fp8_linear._check_draft_input()
+        return
+    with pytest.raises(Failure, match="error" if wrong == "all" else "1 tokens alone and among 64"):
+        fp8_linear._check_draft_input()
+
+
 # ---- bf16_linear
 
 

@@ -119,6 +119,8 @@ inline void bind(py::module_& m) {
   define(m, "fp8_linear_draft_norms", run_draft_norms);
   define(m, "fp8_linear_draft_sum", run_draft_sum);
   m.attr("FP8_LINEAR_NORM_INPUTS") = kNormInputs;
+  m.attr("FP8_LINEAR_DRAFT_NORM_STEP") = 32 * kDraftVector;
+  m.attr("FP8_LINEAR_DRAFT_MOST_INPUTS") = kDraftMostInputs;
   m.attr("FP8_LINEAR_ROTATED") = kRotated;
   m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;
   m.def(

@@ -145,8 +145,8 @@ def _norms(hidden, embedded, of_hidden, of_embedded, ids) -> tuple[torch.Tensor,
 
 def _parts(rows: int, streams: int, shape, index: int) -> int:
     """Parts in which both products are made, for the sum to add up; 1: both are made whole."""
-    parts = {linear.splits_of(count, *shape, index) for count in (rows * streams, rows)}
-    return parts.pop() if len(parts) == 1 else 1
+    of_hidden, of_embedded = (linear.splits_of(count, *shape, index) for count in (rows * streams, rows))
+    return of_hidden if of_hidden == of_embedded else 1
 
 
 def _products(normed, of_hidden: Half, of_embedded: Half, splits: int) -> list[torch.Tensor]:

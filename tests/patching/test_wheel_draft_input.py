@@ -194,6 +194,11 @@ OTHERS = {
     "hidden states with gaps": lambda d: setattr(
         d.batch.spec_info, "hidden_states", torch.cat([d.hidden.flatten(1)] * 2, 1)[:, : STREAMS * HIDDEN]
     ),
+    "hidden states in halves with gaps": lambda d: setattr(
+        d.batch.spec_info,
+        "hidden_states",
+        torch.cat([d.hidden.view(2 * TOKENS, -1)] * 2, 1)[:, : STREAMS * HIDDEN // 2],
+    ),
     "hidden states of other tokens": lambda d: setattr(d.batch.spec_info, "hidden_states", d.hidden[:3].flatten(1)),
     "hidden states in float32": lambda d: setattr(d.batch.spec_info, "hidden_states", d.hidden.flatten(1).float()),
 }
