@@ -29,8 +29,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120.commands.plan.models import FLASH  # noqa: E402
-from deepseek_v4_sm120.ops import fp8_linear_weights, wo_a  # noqa: E402
+from deepseek_v4_sm120.ops import wo_a  # noqa: E402
 from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear  # noqa: E402
 from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
@@ -50,7 +49,6 @@ QUICK_ROWS = (1, 8, 16, 64, 256)
 LARGE_BYTES = 8 << 20  # matrices that have a bar
 MIN_CALLS = 40  # of a graph
 SHARES = {1: 0.70, 4: 0.70, 8: 0.70, 16: 0.70, 64: 0.60}  # rows -> share of the read bandwidth
-DRAFT_HEAD = "draft_head"
 DEEP_GEMM = "DeepGEMM + quantisation"
 # rows -> (GEMM us, quantisation us, GEMMs) a step of stock 0.5.17 on an H200, TP1
 QUOTED_DEEP_GEMM = {1: (2762, 375, 246), 8: (2452, 610, 246)}
@@ -69,12 +67,8 @@ class Case:
         return f"{self.matrix.label}, {self.rows} rows"
 
     @property
-    def is_a_prompt_of_drafts(self) -> bool:
-        return self.matrix.name == DRAFT_HEAD and self.rows > max(ROWS)
-
-    @property
     def share(self) -> float | None:
-        has_bar = self.matrix.bytes >= LARGE_BYTES and self.matrix.name != DRAFT_HEAD
+        has_bar = self.matrix.bytes >= LARGE_BYTES
         return SHARES.get(self.rows) if has_bar else None
 
 
@@ -84,13 +78,7 @@ def unlike_matrices() -> list[Matrix]:
     for tp in (1, 2, 4):
         for matrix in matrices(tp):
             found.setdefault((matrix.name == "wo_a", matrix.groups, matrix.outputs, matrix.inputs), matrix)
-    return [*found.values(), *draft_heads()]
-
-
-def draft_heads() -> list[Matrix]:
-    """What drafts guess with, outputs padded to whole blocks; the head that it stands for is torch's bf16 product."""
-    outputs = {tp: fp8_linear_weights.padded(FLASH.vocab // tp) for tp in (1, 2, 4)}
-    return [Matrix(DRAFT_HEAD, tp, 1, count, FLASH.hidden) for tp, count in outputs.items()]
+    return list(found.values())
 
 
 def cases(rows: tuple[int, ...] = ROWS) -> list[Case]:
@@ -233,7 +221,7 @@ def main() -> int:
     rows = tuple(int(count) for count in arguments.rows.split(",") if count) or (
         QUICK_ROWS if arguments.quick else ROWS
     )
-    chosen = [case for case in cases(rows) if arguments.cases in case.name and not case.is_a_prompt_of_drafts]
+    chosen = [case for case in cases(rows) if arguments.cases in case.name]
     for matrix in dict.fromkeys(case.matrix for case in chosen):
         layers = common.layers_for_cold_caches(matrix.bytes)
         generator = torch.Generator("cuda").manual_seed(matrix.outputs)

@@ -354,9 +354,6 @@ SECTIONS = {
         MICROSECONDS | {"read_share": "share of read bandwidth"},
         ("relative_error",),
     ),
-    "fp8_linear_draft_head_h200": Section(
-        "fp8_linear, a draft's head", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
-    ),
     "fp8_linear_128_rows_h200": Section("fp8_linear from 65 rows on", "", MICROSECONDS, ("relative_error",)),
     "layer_h200": Section(
         "A layer, by launches",
@@ -366,6 +363,9 @@ SECTIONS = {
     ),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
     "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
+    "bf16_linear_draft_head_h200": Section(
+        "bf16_linear, a draft's head", "", MICROSECONDS | {"read_share": "share of read bandwidth"}
+    ),
     "router_topk_h200": Section(
         "router_topk",
         "By itself, with logits in the L2; then a chain at TP2: boundary, router's logits, choice, experts, and on a "

@@ -17,6 +17,7 @@ _MHC = (
 POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_reduce::Params": ((), _ALL_REDUCE),
     "bf16_linear::Params": (("weight",), ("x", "out")),
+    "bf16_linear::DraftHeadParams": (("copy", "weight"), ("x", "scores", "out")),
     "compressor::Params": (
         ("ape", "norm_weight", "freqs"),
         ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived", "writes"),
@@ -135,6 +136,12 @@ KERNELS: dict[str, Kernel] = {
     "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
     "bf16_linear, tiles": Kernel(
         r"bf16_linear::bf16_linear_tile_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)
+    ),
+    "bf16_linear, drafts' scores": Kernel(
+        r"bf16_linear::draft_head_kernel<", "bf16_linear::DraftHeadParams", BEFORE, ahead=("copy",)
+    ),
+    "bf16_linear, drafts' best": Kernel(
+        r"bf16_linear::draft_head_best_kernel<", "bf16_linear::DraftHeadParams", BEHIND
     ),
     "compressor, groups of 4": Kernel(
         r"compressor::short_kernel", "compressor::Params", BEHIND, ahead=COMPRESSOR, hints=("plan",)

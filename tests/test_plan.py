@@ -98,12 +98,16 @@ def test_the_drafts_head_is_counted_once_a_server_drafts(monkeypatch):
         sizes = {
             x.what: x.bytes for x in launch.make(request(concurrency=4, **({"draft_head": True} | changes))).reserves
         }
-        return sizes.get("drafts' head in E4M3")
+        return sizes.get("drafts' head in INT4")
 
-    vocabulary, scales = 129_280, 4 / 128**2  # so few rows are not split
-    assert reserve(gpus=2) == vocabulary / 2 * 4096 * (1 + scales)
-    assert reserve(gpus=4) == 253 * 128 * 4096 * (1 + scales)  # whole blocks of 128
-    for changes in ({"speculation": None}, {"replaced": ("mhc",)}, {"draft_head": False}, {"draft_head": None}):
+    for gpus in (2, 4):  # scores of four streams, two rows each
+        assert reserve(gpus=gpus) == 129_280 / gpus * (4096 * 17 / 32 + 8 * 8)
+    for changes in (
+        {"speculation": None},
+        {"replaced": ("mhc",)},
+        {"draft_head": False},
+        {"draft_head": None, "concurrency": 64},
+    ):
         assert reserve(**changes) is None
     assert reserve(sglang="0.5.13", insist=True) is None
     monkeypatch.setattr(command, "settings", lambda: Settings(choices={"draft_head": "on"}))

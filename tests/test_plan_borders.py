@@ -17,6 +17,8 @@ from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import choices, command, launch, memory, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import FP4_CHECKPOINT, remedies
 from deepseek_v4_sm120.commands.plan.request import PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE, Plan
+from deepseek_v4_sm120.ops import bf16_linear_draft_head as draft_head
+from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear_draft_head as adapter
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 from deepseek_v4_sm120.sglang_patches.table import PREFILL_GRAPHS as GRAPHS
 from tests.test_plan import MTP, request
@@ -104,7 +106,7 @@ def test_prefill_graphs_are_planned_for_the_releases_that_are_patched():
         ({"draft_head": False}, False),
         ({"draft_head": False, "concurrency": 1}, False),
         ({"speculation": None}, False),
-        ({"replaced": tuple(op for op in OPS if op != "fp8_linear")}, False),
+        ({"replaced": tuple(op for op in OPS if op != "bf16_linear")}, False),
         ({"sglang": "0.5.13"}, False),
         ({"sglang": "0.5.14"}, True),
         ({"draft_head": None}, False),  # eight streams read half of the experts in a step
@@ -127,12 +129,12 @@ def test_the_users_own_word_on_the_drafts_head_stands(said, word):
 
 def test_a_draft_head_that_nobody_asked_for_is_told():
     plan = launch.make(request(concurrency=1))
-    (note,) = [note for note in plan.notes if "copy of the head in E4M3" in note]
+    (note,) = [note for note in plan.notes if "copy of the head in INT4" in note]
     assert "with DSV4_SM120_SET=draft_head=off" in note
     steps = [
         float(command.draft_rows(launch.make(request(concurrency=1, draft_head=one)))[3][2]) for one in (None, False)
     ]
-    read = 3 * 129_280 * 4096 / 2 / roofline.BYTES_PER_S * 1e3
+    read = 3 * 129_280 * 4096 * (2 - 17 / 32) / 2 / roofline.BYTES_PER_S * 1e3
     assert steps[1] - steps[0] == pytest.approx(read, abs=0.011)
 
 
@@ -148,7 +150,7 @@ def test_a_draft_head_that_nobody_asked_for_is_told():
 )
 def test_whoever_could_have_one_is_told(changes, told):
     notes = [note for note in launch.make(request(**changes)).notes if "draft_head=on" in note]
-    assert len(notes) == told and all("0.28 GB a card" in note for note in notes)
+    assert len(notes) == told and all("0.14 GB a card" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -289,15 +291,13 @@ def test_scratch_by_hand(monkeypatch):
     assert memory.experts_bytes(m, 2, 10, False) == 10 * 6 * 2 * (2048 + 4096)
     assert memory.c128_list_bytes(10, 8192) == 10 * 64 * 4 and memory.c128_list_bytes(10, 8193) == 10 * 128 * 4
     assert memory.index_logits_bytes(10, 1024) == 10 * 256 * 4 and memory.index_logits_bytes(10, 1025) == 10 * 320 * 4
-    # of four cards: 32,384 words; sums of splits are the most at up to 128 rows, 55 MiB, and none at 8
-    words = 253 * 128
-    head = words * 4096 + 4 * 253 * 32
-    held = {rows: memory.draft_head_bytes(m, 4, rows) - head for rows in (8, 32, 128, 256)}
-    assert held[8] == 0 and held[32] == 16 * 32 * words and held[128] == held[256]
-    assert held[256] == pytest.approx(55.1 * 2**20, rel=0.01)
+    # of four cards: 32,384 words, with a scale of two bytes for 64 numbers; scores of 64 rows at most
+    words = 32_320
+    for rows, scored in ((8, 8), (64, 64), (200, 64)):
+        assert memory.draft_head_bytes(m, 4, rows) == words * (4096 // 2 + 4096 // 64 * 2 + 8 * scored)
+    assert draft_head.UNIT_BYTES == memory.DRAFT_HEAD_VALUE * draft_head.TILE_OUTPUTS * draft_head.UNIT_INPUTS
+    assert adapter.MOST_ROWS == memory.DRAFT_HEAD_ROWS
     monkeypatch.setattr(memory, "has_our_module", lambda: False)
-    for rows, sums in ((8, 8), (100, 32)):
-        assert memory.draft_head_bytes(m, 4, rows) == head + 16 * sums * words
     found = memory.attention_workspace(8, 32, 393_216)
     assert (found.bytes, found.off_by) == (8 * 32 * (2 + 48) * 512 * 2, 8 * 32 * (2 + 48) * 512)
     assert memory.sums_between_cards(m, 2).bytes == 48 << 20

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "draft_head.h"
 #include "tile.cuh"
 
 namespace dsv4::bf16_linear {
@@ -106,17 +107,19 @@ void launch(const Params& params, int num_sms, int warps, bool pdl, cudaStream_t
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {describe<Config<16, 1>>("bf16_linear_16x8"),
-          describe<Config<8, 1>>("bf16_linear_8x8"),
-          describe<Config<4, 1>>("bf16_linear_4x8"),
-          describe<Config<16, 4>>("bf16_linear_16x32"),
-          describe<Config<16, 1, kFewWarps>>("bf16_linear_few_warps_16x8"),
-          describe<Config<8, 1, kFewWarps>>("bf16_linear_few_warps_8x8"),
-          describe<Config<4, 1, kFewWarps>>("bf16_linear_few_warps_4x8"),
-          describe<Config<16, 4, kFewWarps>>("bf16_linear_few_warps_16x32"),
-          describe<Config<16, 4, kShares, true>>("bf16_linear_many_16x32"),
-          describe_tile<Small>("bf16_linear_64x64"),
-          describe_tile<Large>("bf16_linear_128x128")};
+  std::vector<KernelAttributes> all = {describe<Config<16, 1>>("bf16_linear_16x8"),
+                                       describe<Config<8, 1>>("bf16_linear_8x8"),
+                                       describe<Config<4, 1>>("bf16_linear_4x8"),
+                                       describe<Config<16, 4>>("bf16_linear_16x32"),
+                                       describe<Config<16, 1, kFewWarps>>("bf16_linear_few_warps_16x8"),
+                                       describe<Config<8, 1, kFewWarps>>("bf16_linear_few_warps_8x8"),
+                                       describe<Config<4, 1, kFewWarps>>("bf16_linear_few_warps_4x8"),
+                                       describe<Config<16, 4, kFewWarps>>("bf16_linear_few_warps_16x32"),
+                                       describe<Config<16, 4, kShares, true>>("bf16_linear_many_16x32"),
+                                       describe_tile<Small>("bf16_linear_64x64"),
+                                       describe_tile<Large>("bf16_linear_128x128")};
+  for (const KernelAttributes& of_head : draft_head_attributes()) all.push_back(of_head);
+  return all;
 }
 
 int shared_bytes() { return std::max({sizeof(Config<16, 4>::Shared), sizeof(Small::Shared), sizeof(Large::Shared)}); }

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from deepseek_v4_sm120.ops.fp8_linear import BLOCK
-from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, E4M3, FP32, VECTOR, Call
+from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, VECTOR, Call
 
 SLICE_NUMBERS = 1 << 23  # of a slice at most; whole blocks of 128 outputs
-_E4M3_MAX = 448.0
 _MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9  # 448 = 0.875 * 2^9
 _EXPONENTS, _EXPONENT_BIAS, _EXPONENT_AT = (-126, 127), 127, 23  # of float32's normal numbers
 
@@ -29,36 +28,12 @@ def empty(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def quantize(weight, codes, scale) -> None:
-    """codes and scale such that codes * scale is weight to the nearest E4M3, each block by its greatest number.
-
-    weight       [outputs, inputs] bf16, contiguous, inputs a multiple of 128
-    codes        [outputs to the next multiple of 128, inputs] float8_e4m3fn, written; rows behind weight's become 0
-    scale        [outputs / 128, inputs / 128] float32, written
-    accuracy     relative L2 0.026 where weights are normally distributed; an error is at most 1/16 of its weight, or
-                 2^-10 of the block's scale
-    raises       TypeError (dtype), ValueError (shape, stride, alignment, overlap)
-    cuda graphs  device operations alone, in place, no host sync; scratch through torch
-    """
-    check = Call("quantize", "weight", weight)
-    outputs, inputs = check_weight(check, weight)
-    check.tensor("codes", codes, E4M3, (padded(outputs), inputs), CONTIGUOUS, VECTOR)
-    check.tensor("scale", scale, FP32, (padded(outputs) // BLOCK, inputs // BLOCK), CONTIGUOUS)
-    check.written("weight", weight, ("codes", codes), ("scale", scale))
-    for rows, blocks in _slices(weight):
-        greatest = blocks.abs().amax((1, 3), keepdim=True)
-        # by a tensor: torch divides by a number with the number's inverse on a GPU
-        factors = (greatest / torch.full_like(greatest, _E4M3_MAX)).clamp_(min=torch.finfo(torch.float32).tiny)
-        _write(codes, scale, rows, blocks / factors, factors)
-
-
-@torch.no_grad()
 def recovered(weight) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(codes, scale) as `empty` makes them, with codes * scale the weight to the bit and scales that are powers of two:
     what bf16 weights were before somebody expanded E4M3 and UE8M0. None where there are none such. Host sync.
 
-    weight       as `quantize`'s
-    raises       as `quantize`
+    weight       [outputs, inputs] bf16, contiguous, inputs a multiple of 128
+    raises       TypeError (dtype), ValueError (shape, stride, alignment)
     """
     codes, scale = empty(weight)
     check_weight(Call("recovered", "weight", weight), weight)

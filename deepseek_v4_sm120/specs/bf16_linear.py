@@ -14,12 +14,14 @@ import torch
 
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import bf16_linear as op
+from deepseek_v4_sm120.ops import bf16_linear_draft_head as draft_head
 from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import bf16_linear as reference
+from deepseek_v4_sm120.reference import bf16_linear_draft_head as draft_head_reference
 from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.specs import bounds
-from deepseek_v4_sm120.specs.check import ON_GPU, Check, same, within
+from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure, same, within
 from deepseek_v4_sm120.specs.provider import (
     OURS,
     STOCK,
@@ -33,6 +35,8 @@ from deepseek_v4_sm120.specs.provider import (
 )
 
 ERROR = "relative error against float64"
+# where two scores are alike another one may have been computed by the head: then it differs by the copy's rounding
+DRAFT_HEAD_CHOSEN = 0.005
 
 # SGLang's function for compressors and router, newest home first
 LINEAR = "linear_bf16_fp32"
@@ -92,6 +96,22 @@ def make_weight(outputs: int, generator: torch.Generator, *, hidden=FLASH.hidden
     return torch.randn(outputs, hidden, generator=generator, device=generator.device).bfloat16() * 0.02
 
 
+def make_head(outputs: int, generator: torch.Generator, *, hidden=FLASH.hidden) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a head's weight, its copy for drafts)"""
+    weight = make_weight(outputs, generator, hidden=hidden)
+    copy = draft_head.empty(weight)
+    draft_head.fill(weight, copy)
+    return weight, copy
+
+
+def others_than_the_heads(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor) -> int:
+    """Of the rows whose greatest logit the head has alone, by more than a sum's rounding, how many guess otherwise."""
+    found, exact = draft_head.draft_head(x, copy, weight), reference.bf16_linear(x, weight)
+    first, second = exact.topk(2).values.unbind(1)
+    is_clear = first - second > 1e-4 * exact.abs().amax(1)
+    return int(((found.argmax(1) != exact.argmax(1)) & is_clear).sum())
+
+
 # ---- self-test
 
 
@@ -100,6 +120,7 @@ def checks(quick: bool) -> Iterator[Check]:
     for outputs in (64, 2048):
         yield Check("bf16_linear", f"{outputs} outputs", functools.partial(_check_outputs, outputs), ON_GPU)
     yield Check("bf16_linear", "a head's outputs", _check_head, ON_GPU)
+    yield Check("bf16_linear", "what drafts guess with", _check_draft_head, ON_GPU)
 
 
 def _check_references() -> str:
@@ -122,6 +143,24 @@ def _check_head() -> str:
     outputs = 128 * cuda_tensors.num_sms(torch.cuda.current_device())
     generator = torch.Generator("cuda").manual_seed(outputs)
     return _check_rows(make_x(48, generator), make_weight(outputs, generator), (1, 33))
+
+
+def _check_draft_head() -> str:
+    """A card's share of a vocabulary: scores by the copy, the best by the head, guesses, the bits of few rows."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    weight, copy = make_head(FLASH.vocab // 8, generator)
+    x = make_x(20, generator)
+    logits = draft_head.draft_head(x, copy, weight)
+    truth = draft_head_reference.draft_head(x, copy, weight)
+    error = within(relative_error(logits, truth), DRAFT_HEAD_CHOSEN)
+    most = logits.argmax(1, keepdim=True)
+    best = relative_error(logits.gather(1, most), reference.bf16_linear(x, weight).gather(1, most))
+    within(best, bounds.BF16_LINEAR.truth)
+    if others := others_than_the_heads(x, weight, copy):
+        raise Failure(f"{others} of 20 guesses are not the head's own")
+    for rows in (1, 9):
+        same(draft_head.draft_head(x[:rows], copy, weight), logits[:rows], f"{rows} rows alone and among {len(x)}")
+    return f"{error}; guesses are the head's own; rows alone equal the rows among others"
 
 
 def _check_rows(x, weight, few: tuple[int, ...]) -> str:

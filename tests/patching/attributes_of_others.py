@@ -13,7 +13,7 @@ OURS = {
     "compressor": {"layout"},
     "effort_levels": {"file", "importlib.import_module('huggingface_hub')"},
     "fp8_linear": {"process"},
-    "fp8_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
+    "bf16_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
     **{"handed_over": {"_loading", "process"}, "held_latents": {"product"}},
     "index_select": {"_forward", "deferred", "scores"},
     "index_select_dealt": {"_prompt"},

@@ -170,7 +170,7 @@ OBJECTS = {
         "embedding": ((f"{SRT}.layers.vocab_parallel_embedding:VocabParallelEmbedding", LM_HEAD[1]),),
         "table": ((f"{SRT}.layers.vocab_parallel_embedding:VocabParallelEmbedding", LM_HEAD[1]),),
     },
-    "fp8_linear_draft_head": {
+    "bf16_linear_draft_head": {
         "lm_head": (LM_HEAD,),
         "args[0]": ((f"{MODEL}:DeepseekV4ForCausalLM",), (DSPARK,)),
         "getattr(args[0], 'lm_head', None)": (LM_HEAD,),

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops import fp8_linear_weights
+from deepseek_v4_sm120.ops import bf16_linear_draft_head as head_op
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
-from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear_draft_head, mxfp4_moe, wo_a
+from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear_draft_head, mxfp4_moe, wo_a
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.sglang_patches.names import FIND_LOADER, LOAD_DIRECT, MODEL_RUNNER
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
@@ -45,7 +45,7 @@ class Model(torch.nn.Module):
     def __init__(self, *, kept=True):
         super().__init__()
         self.layers, self.lm_head = torch.nn.ModuleList([Layer(kept)]), torch.nn.Module()
-        self.lm_head.weight = parameter(torch.ones(128, 128, dtype=torch.bfloat16))
+        self.lm_head.weight = parameter(torch.ones(128, 1024, dtype=torch.bfloat16))
         self.logits_processor = torch.nn.Module()
 
 
@@ -57,8 +57,8 @@ def parameter(tensor):
 def gate(monkeypatch):
     monkeypatch.setattr(models_served, "announced", lambda: {"model_type": "deepseek_v4"})
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
-    monkeypatch.setattr(fp8_linear_draft_head, "heads", [])
-    for adapter in (wo_a, fp8_linear_draft_head):
+    monkeypatch.setattr(bf16_linear_draft_head, "heads", [])
+    for adapter in (wo_a, bf16_linear_draft_head):
         monkeypatch.setattr(adapter, "kept", KeptWeights(adapter.PATCH, "in FP8"))
 
 
@@ -70,7 +70,7 @@ def update(version, model, named_tensors, way="direct"):
     direct = take(wheel, {"default_weight_loader": loader}, LOAD_DIRECT, module)
     found = {CUSTOM: lambda model, named: direct(model, iter(named))}.__getitem__
     writes = direct
-    for adapter, name in ((fp8_linear_draft_head, "loading"), (mxfp4_moe, "direct"), (wo_a, "direct")):
+    for adapter, name in ((bf16_linear_draft_head, "loading"), (mxfp4_moe, "direct"), (wo_a, "direct")):
         writes = getattr(adapter, f"replace_{name}")(writes)
         found = getattr(adapter, f"replace_{name}_custom")(found)
     device_module = SimpleNamespace(current_device=lambda: "cpu")
@@ -149,13 +149,13 @@ def test_what_we_keep_can_be_given(version, scales, way):
 @every_way
 def test_the_drafts_copy_of_the_head_is_made_again(version, way):
     model = Model()
-    fp8_linear_draft_head.keep(model.logits_processor, model.lm_head.weight)
-    (head,) = fp8_linear_draft_head.heads
-    new = torch.randn(128, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+    bf16_linear_draft_head.keep(model.logits_processor, model.lm_head.weight)
+    (head,) = bf16_linear_draft_head.heads
+    new = torch.randn(128, 1024, generator=torch.Generator().manual_seed(2)).bfloat16()
     update(version, model, [("lm_head.weight", new)], way)
-    codes, scale = fp8_linear_weights.empty(new)
-    fp8_linear_weights.quantize(new, codes, scale)
-    assert torch.equal(head.codes.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(head.scale, scale)
+    copy = head_op.empty(new)
+    head_op.fill(new, copy)
+    assert torch.equal(head.copy, copy)
 
 
 @every_release()
@@ -176,11 +176,11 @@ RUN = """
     import torch
     from MODULE import _model_load_weights_direct, dynamic_import
     from types import SimpleNamespace
-    from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear_draft_head, mxfp4_moe, wo_a
+    from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear_draft_head, mxfp4_moe, wo_a
     model = torch.nn.Module()
     model.wo_a, model.experts, model.lm_head = torch.nn.Module(), torch.nn.Module(), torch.nn.Linear(2, 2)
     head = SimpleNamespace(source=model.lm_head.weight, fill=lambda: print("copied"))
-    fp8_linear_draft_head.heads.append(head)
+    bf16_linear_draft_head.heads.append(head)
     model.wo_a.weight = wo_a.StoredWeight(torch.zeros(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
     setattr(model.experts, mxfp4_moe.KEPT, "kept")
     for load in (_model_load_weights_direct, dynamic_import("of_the_user.loads")):

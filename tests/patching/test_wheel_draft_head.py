@@ -7,12 +7,12 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops import fp8_linear as op
+from deepseek_v4_sm120.ops import bf16_linear_draft_head as op
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.fp8_linear import fp8_linear as reference
+from deepseek_v4_sm120.reference.bf16_linear_draft_head import draft_head as reference
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear
-from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear_draft_head as adapter
+from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear_draft_head as adapter
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import LM_HEAD, MODEL
 from tests.patching.test_wheel_wo_a import definition, take
@@ -24,22 +24,22 @@ MTP, DSPARK = "sglang.srt.models.deepseek_v4_nextn", "sglang.srt.models.deepseek
 EAGLE = "sglang.srt.speculative.eagle_worker_v2"
 SPARK = "sglang.srt.speculative.dspark_components.dspark_worker_v2"
 SCHEDULER = "sglang.srt.managers.scheduler"
-OUTPUTS, INPUTS = 192, 256
+OUTPUTS, INPUTS = 192, 1024
 
 
 @pytest.fixture
 def ours(monkeypatch):
     shapes = []
 
-    def operator(x, weight, scale):
+    def operator(x, copy, weight, *, out_dtype):
         shapes.append(x.shape[0])
-        return reference(x, weight, scale).to(torch.bfloat16)
+        return reference(x, copy, weight).to(out_dtype)
 
     monkeypatch.setattr(models_served, "announced", lambda: {"model_type": "deepseek_v4"})
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
-    monkeypatch.setattr(op, "fp8_linear", operator)
+    monkeypatch.setattr(op, "draft_head", operator)
     monkeypatch.setattr(adapter, "heads", [])
-    monkeypatch.setattr(adapter, "kept", KeptWeights(adapter.PATCH, "in E4M3"))
+    monkeypatch.setattr(adapter, "kept", KeptWeights(adapter.PATCH, "in INT4"))
     return shapes
 
 
@@ -107,14 +107,14 @@ def test_the_mtp_drafts_head(version, ours, wide):
     found = compute(draft.logits_processor, x, draft.lm_head)
     theirs = stock(draft.logits_processor, x, draft.lm_head)
     assert ours == [3] and (found.dtype, found.shape) == (theirs.dtype, theirs.shape)
-    assert 0.005 < relative_error(found, theirs.double()) < 0.04
+    assert 0.05 < relative_error(found, theirs.double()) < 0.14
     stock_only = adapter.replace_lm_head(stock)
     assert torch.equal(stock_only(target.logits_processor, x, target.lm_head), theirs) and ours == [3]
     with torch.no_grad():
         target.lm_head.weight.copy_(Head(9).weight)
     loaded(target)
     again = compute(draft.logits_processor, x, draft.lm_head)
-    assert relative_error(again, stock(draft.logits_processor, x, Head(9)).double()) < 0.04
+    assert relative_error(again, stock(draft.logits_processor, x, Head(9)).double()) < 0.14
     if since(version, "0.5.23"):  # a buffer of the caller's that ours leaves alone: the caller copies
         buffer = torch.full((3, OUTPUTS), 7.0)
         assert torch.equal(compute(draft.logits_processor, x, draft.lm_head, out=buffer), again)
@@ -139,7 +139,7 @@ def test_dsparks_head(version, ours, wide, sharded):
     x = x_of(10)
     found, theirs = adapter.replace_dspark_logits(stock)(draft, x), stock(draft, x)
     assert ours == [10] and (found.dtype, found.shape) == (theirs.dtype, theirs.shape)
-    assert 0.005 < relative_error(found, theirs.double()) < 0.04
+    assert 0.05 < relative_error(found, theirs.double()) < 0.14
 
 
 def calls(node):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import greedy_argmax as ours
 from tests.patching.test_wheel_sampling import (
     DRAFTS,
@@ -158,6 +159,21 @@ def test_a_batch_that_samples_gets_plain_logits():
 def test_a_kept_dimension(monkeypatch):
     monkeypatch.setattr(ours.op, "row_argmax", lambda x: x.argmax(-1))
     assert OURS(tied(3), -1).tolist() == [7] * 3 and OURS(tied(3), -1, True).tolist() == [[7]] * 3
+
+
+@pytest.mark.parametrize("keep", ["1", "ours"])
+def test_shadow_mode_compares_each_form_of_the_call(monkeypatch, keep):
+    """dim is given by name in each release; a comparison that does not take it ends the server."""
+    monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
+    shadow.reset()
+    ours._serve.cache_clear()
+    logits = tied(3).as_subclass(ours.StepLogits)
+    forms = [torch.argmax(logits, dim=-1), logits.argmax(dim=-1), torch.argmax(logits, -1), logits.argmax(-1, True)]
+    assert [found.flatten().tolist() for found in forms] == [[7] * 3] * 4
+    (record,) = shadow.report()
+    assert (record["patch"], record["calls"], record["bad_calls"]) == (ours.PATCH, 4, 0)
+    assert record["shape"] == {"rows": 3, "vocabulary": VOCABULARY}
+    shadow.reset()
 
 
 def test_elsewhere_all_is_sglangs(opened):  # noqa: F811

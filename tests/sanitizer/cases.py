@@ -22,9 +22,9 @@ import torch
 
 from deepseek_v4_sm120.ops import (
     bf16_linear,
+    bf16_linear_draft_head,
     fp8_linear,
     fp8_linear_draft_input,
-    fp8_linear_weights,
     mhc,
     mxfp4_moe,
     router_topk,
@@ -33,6 +33,7 @@ from deepseek_v4_sm120.ops import (
 )
 from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.reference import bf16_linear as bf16_reference
+from deepseek_v4_sm120.reference import bf16_linear_draft_head as head_reference
 from deepseek_v4_sm120.reference import fp8_linear as fp8_reference
 from deepseek_v4_sm120.reference import mhc as mhc_reference
 from deepseek_v4_sm120.reference import mxfp4_moe as moe_reference
@@ -40,6 +41,7 @@ from deepseek_v4_sm120.reference import router_topk as router_reference
 from deepseek_v4_sm120.reference import sparse_decode as sparse_reference
 from deepseek_v4_sm120.reference import wo_a as wo_a_reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.specs import bf16_linear as bf16_spec
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs import compressor as compressor_spec
 from deepseek_v4_sm120.specs import fp8_linear as fp8_spec
@@ -88,6 +90,13 @@ def _bf16(rows: int, outputs: int, device: str):
     return lambda: within(relative_error(out, bf16_reference.bf16_linear(x, weight)), bounds.BF16_LINEAR.truth)
 
 
+def _draft_head(rows: int, device: str):
+    weight, copy = bf16_spec.make_head(96, _generator(device, rows), hidden=1024)
+    x = bf16_spec.make_x(rows, _generator(device, rows), hidden=1024)
+    out = bf16_linear_draft_head.draft_head(x, copy, weight)
+    return lambda: within(relative_error(out, head_reference.draft_head(x, copy, weight)), bounds.DRAFT_HEAD.truth)
+
+
 def _bf16_cases() -> Iterator[Case]:
     """Tiles of 4, 8 and 16 outputs for 1, 2 and 4 tiles of rows, more rows, and both sizes of square tiles."""
     for outputs in (36, 40, 64):
@@ -97,6 +106,8 @@ def _bf16_cases() -> Iterator[Case]:
         yield Case(f"33 x {outputs}", functools.partial(_bf16, 33, outputs), WHOLE_CARD)
     yield Case("33 x 60, square tiles of 64", functools.partial(_bf16, 33, 60), 4)
     yield Case("70 x 200, square tiles of 128", functools.partial(_bf16, 70, 200), 1)
+    for rows in (1, 10):
+        yield Case(f"draft head, {rows} rows", functools.partial(_draft_head, rows), 3)
 
 
 def _router(rows: int, experts: int, dtype: torch.dtype, log1p: bool, device: str):
@@ -168,16 +179,6 @@ def _fp8_of(rotates: bool) -> Iterator[Case]:
     yield Case("8 rows, two slices", functools.partial(_fp8, 8, {"warp_rows": 8}, rotates, 1024))
 
 
-def _draft_head(rows: int, device: str):
-    """A head whose outputs are no whole number of blocks."""
-    weight = torch.randn(320, 1024, generator=_generator(device, rows), device=device).bfloat16()
-    codes, scale = fp8_linear_weights.empty(weight)
-    fp8_linear_weights.quantize(weight, codes, scale)
-    x = fp8_spec.make_x(rows, 1, 1024, _generator(device, rows))[:, 0]
-    out = fp8_linear.fp8_linear(x, codes, scale)
-    return lambda: within(relative_error(out, fp8_reference.fp8_linear(x, codes, scale)), bounds.DRAFT_HEAD.truth)
-
-
 def _latent_norm(rows: int, device: str):
     """Of latents in wider rows."""
     x = torch.randn(rows, 1536, generator=_generator(device, rows), device=device).bfloat16()[:, :1024]
@@ -202,8 +203,6 @@ def _fp8_cases() -> Iterator[Case]:
         name = f"a draft's input, {tokens} tokens of {inputs}"
         yield Case(name, functools.partial(_draft_input, tokens, inputs, entries))
     yield Case("latent norm, 5 rows", functools.partial(_latent_norm, 5))
-    for rows, count in ((1, None), (40, 1)):
-        yield Case(f"draft head, {rows} rows", functools.partial(_draft_head, rows), count)
 
 
 def _wo_a_expanded(rows: int, device: str):

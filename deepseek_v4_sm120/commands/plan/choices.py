@@ -26,7 +26,7 @@ def of(plan: Plan, interval: str | None) -> list[tuple[str, str]]:
     if r.draft_head is not None:
         found.append((f"{DRAFT_HEAD}={'on' if r.draft_head else 'off'}", YOURS))
     elif r.has_draft_head:
-        found.append((f"{DRAFT_HEAD}=on", "a guess reads half of the head's bytes; the text is the model's own"))
+        found.append((f"{DRAFT_HEAD}=on", "a guess reads a quarter of the head's bytes; the text is the model's own"))
     found += [(f"{name}={value}", YOURS) for name, value in r.also_set.items()]
     if interval is not None:
         found.append((f"{INTERVAL_0_5_17}={plan.interval}", interval))
@@ -101,7 +101,7 @@ def _why_in_vain(r: Request, name: str) -> str | None:
     if not _is_for(RANGES[name], r):
         return f"it is for SGLang {RANGES[name]}"
     if name == DRAFT_HEAD and not r.could_have_draft_head:
-        return "fp8_linear is left out" if r.rows else "nothing drafts"
+        return "bf16_linear is left out" if r.rows else "nothing drafts"
     if name == PREFILL_GRAPHS and not r.may_capture[0]:
         if "index_select" not in r.replaced:
             return "index_select is left out"

@@ -307,7 +307,7 @@ def _notes(plan: Plan) -> None:
         )
     if r.could_have_draft_head and r.draft_head is None:
         held = memory.draft_head_bytes(r.model, r.gpus, r.concurrency * r.rows) / 1e9
-        copy = f"a copy of the head in E4M3, {held:.2f} GB a card: no checkpoint's acceptance was looked at"
+        copy = f"a copy of the head in INT4, {held:.2f} GB a card (the best are computed by the head itself)"
         plan.notes.append(
             f"drafts guess with {copy}; compare SGLang's accept len with DSV4_SM120_SET={DRAFT_HEAD}=off"
             if r.has_draft_head

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.plan.models import FP4, Model
-from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 
 GIB = 1 << 30
 PAGE_TOKENS = 256
@@ -325,20 +324,13 @@ def sums_between_cards(m: Model, tp: int) -> Reserve:
     return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module does not load here")
 
 
-def draft_head_bytes(m: Model, tp: int, rows: int, num_sms: int = 188) -> float:
-    """The head in E4M3 with float32 scales, padded to whole blocks, and the sums of splits, the most of any step of so
-    many rows: the compiled module's own bound; without it, of 32 rows, up to 47 MiB short."""
-    from deepseek_v4_sm120.ops.shared import extension
+DRAFT_HEAD_VALUE = 17 / 32  # bytes of one: INT4, and a bf16 scale for 64
+DRAFT_HEAD_ROWS = 64  # that it takes at most
 
-    outputs = math.ceil(m.vocab / tp / 128) * 128
-    sums = 4 * 4 * min(rows, 32) * outputs
-    if has_our_module():
-        of = extension.load().fp8_linear_scratch_bytes
-        sums = max(
-            of(rows=n, groups=1, outputs=outputs, inputs=m.hidden, num_sms=num_sms)
-            for n in range(1, min(rows, STEP_ROWS) + 1)
-        )
-    return outputs * m.hidden + 4 * (outputs // 128) * (m.hidden // 128) + sums
+
+def draft_head_bytes(m: Model, tp: int, rows: int) -> float:
+    """The head's copy in INT4, and the float32 scores of so many rows, by halves of the inputs."""
+    return m.vocab / tp * (DRAFT_HEAD_VALUE * m.hidden + 8 * min(rows, DRAFT_HEAD_ROWS))
 
 
 def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
@@ -430,7 +422,7 @@ def reserves(
     tokens: int = 0,
 ) -> list[Reserve]:
     """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
-    the operators that are ours; drafts: whether a draft's head is kept in E4M3; captured: rows of the passes of prompts
+    the operators that are ours; drafts: whether a draft's head is kept in INT4; captured: rows of the passes of prompts
     that are captured; halved: rows from which on a pass goes in halves, without graphs and in them, 0: none; shadow:
     whether SGLang's own run beside ours; drafter_behind: bytes of a drafter that is loaded when the pools have their
     size, which brings an embedding and a head of its own until it shares the model's; requests: slots; tokens: of
@@ -472,7 +464,7 @@ def reserves(
         ),
         attention_workspace(rows, heads, context),
         *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),
-        *([Reserve("drafts' head in E4M3", draft_head_bytes(m, tp, rows), "draft_head's own")] if drafts else []),
+        *([Reserve("drafts' head in INT4", draft_head_bytes(m, tp, rows), "draft_head's own")] if drafts else []),
     ]
 
 

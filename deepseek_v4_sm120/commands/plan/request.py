@@ -36,7 +36,7 @@ class Request:
     profile: str | None = None  # the file that says so
     profile_told: tuple[str, ...] = ()  # why a server makes nothing of the file that was given, or what else it tells
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
-    draft_head: bool | None = None  # drafts guess with a copy of the head in E4M3, likewise; None: where it pays
+    draft_head: bool | None = None  # drafts guess with a copy of the head in INT4, likewise; None: where it pays
     also_set: Mapping[str, str] = field(default_factory=dict)  # what else it says, which no size here hangs on
     prefill_graphs: int | None = None  # rows of a pass in graphs, at most, likewise; None: where there is room
     sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
@@ -76,11 +76,11 @@ class Request:
 
     @property
     def could_have_draft_head(self) -> bool:
-        return "fp8_linear" in self.replaced and self.rows > 0 and self.version >= DRAFT_HEAD_SINCE
+        return "bf16_linear" in self.replaced and self.rows > 0 and self.version >= DRAFT_HEAD_SINCE
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether drafts guess with a copy of the head in E4M3: as the user says; else the model's own drafts, where a
+        """Whether drafts guess with a copy of the head in INT4: as the user says; else the model's own drafts, where a
         step reads noticeably less."""
         if not self.could_have_draft_head:
             return False
@@ -91,7 +91,8 @@ class Request:
 
     def drafted_step_seconds(self, drafts: int, draft_head: bool) -> float:
         """The least time of a step of EAGLE with so many drafts."""
-        context, head_bytes = min(self.context, roofline.CONTEXT), 1.0 if draft_head else 2.0
+        context = min(self.context, roofline.CONTEXT)
+        head_bytes = memory.DRAFT_HEAD_VALUE if draft_head else 2.0
         sizes = self.model, self.gpus, self.concurrency, context, drafts
         return roofline.speculating_seconds(*sizes, wo_a_bf16=self.wo_a_bf16, head_bytes=head_bytes)
 

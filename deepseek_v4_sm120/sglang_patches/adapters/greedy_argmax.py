@@ -65,9 +65,9 @@ def _ours(x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
 def _serve() -> Callable:
     """(x, dim, keepdim) -> places. In shadow mode none may be another."""
     comparison = shadow.Comparison(
-        tensors=lambda ours, theirs, x, *_: [(ours.view(-1, 1), theirs.view(-1, 1))],
-        identity=lambda *_: PATCH,
-        shape=lambda x, *_: {"rows": x.shape[0], "vocabulary": x.shape[1]},
+        tensors=lambda ours, theirs, *_, **__: [(ours.view(-1, 1), theirs.view(-1, 1))],
+        identity=lambda *_, **__: PATCH,
+        shape=lambda x, *_, **__: {"rows": x.shape[0], "vocabulary": x.shape[1]},
         relative_l2=0.0,
     )
     return shadow.shadowed(PATCH, _ours, torch.argmax, comparison)

@@ -1,4 +1,4 @@
-"""The rows of table.py that are the head's: reproducible sums of the model's own, and E4M3 for what drafts guess with.
+"""The rows of table.py that are the head's: reproducible sums of the model's own, and INT4 for what drafts guess with.
 
 0.5.14 to 0.5.23  the MTP draft's `lm_head` is a layer of its own whose weight is the target's (set_embed_and_head);
                   its logits are LogitsProcessor's
@@ -22,7 +22,7 @@ LM_HEAD = "sglang.srt.layers.logits_processor:LogitsProcessor._compute_lm_head"
 OF_LM_HEAD = ("self", "hidden_states", "lm_head", "embedding_bias=None")
 SINCE = ">=0.5.14,<0.6"
 
-_projection, _draft = map(targets_of, ("bf16_linear", "fp8_linear_draft_head"))
+_projection, _draft = map(targets_of, ("bf16_linear", "bf16_linear_draft_head"))
 
 REPRODUCIBLE_HEAD = Patch(
     name="reproducible_head",
@@ -41,7 +41,8 @@ REPRODUCIBLE_HEAD = Patch(
 DRAFT_HEAD = Patch(  # behind the one above: what is put on top of it sees a draft's call first
     name="draft_head",
     why="a draft's logits are a guess that verification judges, and its bf16 head 1.06 GB a guess: 245 us of an H200, "
-    "three times in a step of EAGLE 3/1/4 (8.43 ms). In E4M3 half the bytes; the text is the model's own either way",
+    "three times in a step of EAGLE 3/1/4 (8.43 ms). In INT4 a quarter of the bytes, and the best computed again by the "
+    "head; the text is the model's own either way",
     targets=(
         _draft(LM_HEAD, "lm_head", Parameters(OF_LM_HEAD), ">=0.5.14,<0.5.23"),
         _draft(LM_HEAD, "lm_head", Parameters((*OF_LM_HEAD, "*", "out=None")), ">=0.5.23,<0.6"),
@@ -63,7 +64,7 @@ DRAFT_HEAD = Patch(  # behind the one above: what is put on top of it sees a dra
     ),
     needs=(EXTENSION,),
     default="draft_head",
-    serves="fp8_linear",
+    serves="bf16_linear",
     absent="0.5.12 and 0.5.13 were not looked at",
-    retire="when SGLang drafts with an FP8 head on SM120",
+    retire="when SGLang drafts with a quantised head on SM120",
 )

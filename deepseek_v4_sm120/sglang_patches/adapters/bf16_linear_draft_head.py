@@ -1,8 +1,9 @@
-"""The drafts' logits -> `ops.fp8_linear`, with the target's head in E4M3.
+"""The drafts' logits -> `ops.bf16_linear_draft_head`: by a copy of the target's head in INT4, the best of them by the head itself.
 
 A draft is a guess that verification judges with the model's own head, so a coarser head changes how many guesses are
-accepted, never what is said. The E4M3 copy is made of the head that the draft computes with, where SGLang hands that
-over, before anything is captured; loading weights again makes it again, in place.
+accepted, never what is said; and what is greatest is computed by the head itself, so that guesses are its own. The copy
+is made of the head that the draft computes with, where SGLang hands that over, before anything is captured; loading
+weights again makes it again, in place.
 
     DeepseekV4ForCausalLM.set_embed_and_head      the MTP draft gets the target's head
     DeepseekV4ForCausalLMDSpark.attach_shared_modules   DSPARK's draft does, or keeps its own
@@ -10,7 +11,7 @@ over, before anything is captured; loading weights again makes it again, in plac
     post_load_weights, _model_load_weights_direct, dynamic_import   weights were loaded
 
 The copy hangs on what only the draft has, its logits processor or its model: the head itself is the target's, too. A
-step's rows (STEP_ROWS) are ours; more, and heads that are not plain bf16, are the original's.
+step's rows (MOST_ROWS) are ours; more, and heads that are not plain bf16, are the original's.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120.ops import fp8_linear as op
-from deepseek_v4_sm120.ops import fp8_linear_weights
-from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
+from deepseek_v4_sm120.ops import bf16_linear_draft_head as op
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear, direct_updates
 from deepseek_v4_sm120.sglang_patches.adapters.fp8_linear import as_rows
@@ -36,30 +35,32 @@ COPY = "_dsv4_sm120_draft_head"  # of a draft's logits processor, or of DSPARK's
 # is the root of their share, of a call of one row 0 or 1; no share is bad
 GUESSES, EVERY_GUESS = "draft_head_guesses", 1.0
 
-kept = KeptWeights(PATCH, "in E4M3")
+MOST_ROWS = (
+    64  # eight of them at once; of more the bf16 head reads its weights once, where this one comes again and again
+)
+
+kept = KeptWeights(PATCH, "in INT4")
 
 
 @dataclass(eq=False)
 class DraftHead:
-    """A head's bf16 weights, another's to write, and their copy in E4M3."""
+    """A head's bf16 weights, another's to write, and their copy in INT4."""
 
     source: torch.Tensor
-    codes: torch.Tensor
-    scale: torch.Tensor
+    copy: torch.Tensor
 
     @classmethod
     def of(cls, source: torch.Tensor) -> DraftHead:
         with torch.inference_mode(False):  # else it could not be written outside of it
-            head = cls(source, *fp8_linear_weights.empty(source))
+            head = cls(source, op.empty(source))
         head.fill()
         return head
 
     def fill(self) -> None:
-        fp8_linear_weights.quantize(self.source.detach(), self.codes, self.scale)
+        op.fill(self.source.detach(), self.copy)
 
     def logits(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        out = op.fp8_linear(as_rows(x), self.codes, self.scale)
-        return out[:, : self.source.shape[0]].to(dtype).contiguous()
+        return op.draft_head(as_rows(x), self.copy, self.source.detach(), out_dtype=dtype)
 
 
 heads: list[DraftHead] = []
@@ -71,11 +72,7 @@ def keeps(weight) -> bool:
         models_served.announced() is not None
         and models_served.serves_this_process()
         and isinstance(weight, torch.Tensor)
-        and weight.dtype == torch.bfloat16
-        and weight.dim() == 2
-        and weight.is_contiguous()
-        and weight.shape[1] % op.BLOCK == 0
-        and weight.numel() > 0
+        and op.takes_weight(weight)
         and device_gate.serves(weight.device)
     )
 
@@ -89,7 +86,7 @@ def keep(owner, weight) -> None:
         head = DraftHead.of(weight)
         heads.append(head)
         setattr(owner, COPY, head)
-        kept.add(head.codes.numel() + 4 * head.scale.numel())
+        kept.add(head.copy.numel())
 
 
 def takes(owner, weight, x) -> bool:
@@ -101,7 +98,7 @@ def takes(owner, weight, x) -> bool:
         and isinstance(x, torch.Tensor)
         and x.dtype == torch.bfloat16
         and x.dim() == 2
-        and 0 < x.shape[0] <= STEP_ROWS
+        and 0 < x.shape[0] <= MOST_ROWS
     )
 
 

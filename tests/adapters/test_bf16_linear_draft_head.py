@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import settings
-from deepseek_v4_sm120.ops import fp8_linear as op
+from deepseek_v4_sm120.ops.bf16_linear_draft_head import draft_head
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.fp8_linear import fp8_linear as reference
+from deepseek_v4_sm120.reference.bf16_linear_draft_head import draft_head as reference
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear_draft_head as adapter
+from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear_draft_head as adapter
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 
-INPUTS, OUTPUTS = 256, 320  # two and a half blocks of outputs, as a card's share of the vocabulary is at TP4
+INPUTS, OUTPUTS = 1024, 320
 
 
 class UnquantizedEmbeddingMethod:
@@ -52,16 +52,17 @@ def served(monkeypatch):
     """The gate is open for the CPU; the reference computes what passes the operator's own checks."""
     shapes = []
 
-    def operator(x, weight, scale):
-        op.check_product("fp8_linear", x, "rows, inputs", weight, scale)
+    def operator(x, copy, weight, *, out_dtype):
+        with pytest.raises(RuntimeError, match="CUDA"):  # all else is right
+            draft_head(x, copy, weight, out_dtype=out_dtype)
         shapes.append((tuple(x.shape), tuple(weight.shape)))
-        return reference(x, weight, scale).to(torch.bfloat16)
+        return reference(x, copy, weight).to(out_dtype)
 
     monkeypatch.setattr(models_served, "announced", lambda: {"model_type": "deepseek_v4"})
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
-    monkeypatch.setattr(adapter.op, "fp8_linear", operator)
+    monkeypatch.setattr(adapter.op, "draft_head", operator)
     monkeypatch.setattr(adapter, "heads", [])
-    monkeypatch.setattr(adapter, "kept", KeptWeights(adapter.PATCH, "in E4M3"))
+    monkeypatch.setattr(adapter, "kept", KeptWeights(adapter.PATCH, "in INT4"))
     return shapes
 
 
@@ -90,16 +91,16 @@ def target_and_draft():
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16", "float32"])
-@pytest.mark.parametrize("rows", [1, 8, 256])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 def test_the_drafts_logits_are_ours(served, rows, wide):
     target, draft = target_and_draft()
     draft.logits_processor.use_fp32_lm_head = wide
     x = random(rows, 5)
     found = compute(draft.logits_processor, x, draft.lm_head)
-    assert served == [((rows, INPUTS), (384, INPUTS))]
+    assert served == [((rows, INPUTS), (OUTPUTS, INPUTS))]
     assert found.shape == (rows, OUTPUTS) and found.is_contiguous()
     assert found.dtype == (torch.float32 if wide else torch.bfloat16)
-    assert 0.005 < relative_error(found, stock(draft.logits_processor, x, draft.lm_head).double()) < 0.04
+    assert 0.05 < relative_error(found, stock(draft.logits_processor, x, draft.lm_head).double()) < 0.14
 
 
 def test_the_targets_logits_are_the_originals(served):
@@ -114,7 +115,7 @@ def test_the_targets_logits_are_the_originals(served):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda draft: {"hidden_states": random(257, 3)},
+        lambda draft: {"hidden_states": random(65, 3)},
         lambda draft: {"hidden_states": random(3, 3).float()},
         lambda draft: {"hidden_states": random(0, 3)},
         lambda draft: {"embedding_bias": torch.zeros(OUTPUTS)},
@@ -122,7 +123,7 @@ def test_the_targets_logits_are_the_originals(served):
         lambda draft: {"lm_head": Head(draft.lm_head.weight, set_lora=None)},
         lambda draft: {"lm_head": Head(draft.lm_head.weight, bias=torch.zeros(OUTPUTS))},
     ],
-    ids=["257 rows", "float32", "no rows", "bias of the call", "another head", "LoRA", "bias"],
+    ids=["65 rows", "float32", "no rows", "bias of the call", "another head", "LoRA", "bias"],
 )
 def test_what_is_the_originals(served, change):
     _, draft = target_and_draft()
@@ -132,7 +133,8 @@ def test_what_is_the_originals(served, change):
 
 
 @pytest.mark.parametrize(
-    "weight", [parameter().float(), parameter().t(), parameter()[:, :200].contiguous(), None, parameter()[:0]]
+    "weight",
+    [parameter().float(), parameter().t(), parameter()[:, :512].contiguous(), None, parameter()[:0], parameter()[:24]],
 )
 def test_heads_that_are_not_copied(served, weight):
     draft = Model(parameter())
@@ -155,7 +157,7 @@ def test_weights_that_are_loaded_again(served):
     """SGLang writes the target's head in place, whoever loads; a captured graph reads our copy where it was."""
     target, draft = target_and_draft()
     (head,) = adapter.heads
-    places = head.codes.data_ptr(), head.scale.data_ptr()
+    place = head.copy.data_ptr()
     x, other = random(2, 1), Model(parameter(4))
     before = compute(draft.logits_processor, x, draft.lm_head)
     target.lm_head.weight.data.copy_(random(OUTPUTS, 77))
@@ -164,10 +166,10 @@ def test_weights_that_are_loaded_again(served):
     assert torch.equal(compute(draft.logits_processor, x, draft.lm_head), before), "another model's head"
     assert target.post_load_weights(weight_names=None) == "done"
     after = compute(draft.logits_processor, x, draft.lm_head)
-    assert relative_error(after, stock(Processor(), x, target.lm_head).double()) < 0.04
+    assert relative_error(after, stock(Processor(), x, target.lm_head).double()) < 0.14
     draft.set_embed_and_head(None, target.lm_head.weight)
-    assert (head.codes.data_ptr(), head.scale.data_ptr()) == places and len(adapter.heads) == 1
-    assert adapter.kept.layers == 1 and "0.00 GB in E4M3" in adapter.kept.describe()
+    assert head.copy.data_ptr() == place and len(adapter.heads) == 1
+    assert adapter.kept.layers == 1 and "0.00 GB in INT4" in adapter.kept.describe()
 
 
 def test_a_copy_made_in_inference_mode_can_be_written_outside_of_it(served):
@@ -189,15 +191,15 @@ def test_shadow_compares_with_the_bf16_head(served, monkeypatch, keep):
     records = {record["patch"]: record for record in shadow.report()}
     guesses, record = records.pop("draft_head_guesses"), records.pop("draft_head")
     assert not records and (record["calls"], record["bad_calls"]) == (1, 0)
-    assert record["shape"] == {"rows": 6, "outputs": OUTPUTS} and 0.005 < record["relative_l2_max"] < 0.04
+    assert record["shape"] == {"rows": 6, "outputs": OUTPUTS} and 0.05 < record["relative_l2_max"] < 0.14
     assert (guesses["relative_l2_max"], guesses["rows"]) == (0, 6)
     best = stock(Processor(), x, draft.lm_head)[2].argmax()
-    adapter.heads[0].codes.view(torch.uint8)[best] = 0  # a token that is never guessed again
+    adapter.heads[0].copy[int(best) // 16] = 0  # tokens that are never guessed again
     both(draft.logits_processor, x, draft.lm_head)
     records = {record["patch"]: record for record in shadow.report()}
     guesses, others = records["draft_head_guesses"], stock(Processor(), x, draft.lm_head).argmax(-1).eq(best).sum()
     assert guesses["relative_l2_max"] == pytest.approx((int(others) / 6) ** 0.5) and guesses["bad_calls"] == 0
-    adapter.heads[0].scale.mul_(1.1)
+    adapter.heads[0].copy[...] = adapter.heads[0].copy.flip(0)
     both(draft.logits_processor, x, draft.lm_head)
     records = {record["patch"]: record for record in shadow.report()}
     assert records["draft_head"]["bad_calls"] > 0
@@ -240,8 +242,8 @@ def test_dsparks_logits(served, wide, sharded):
     draft.attach_shared_modules(embed_tokens="embedding", lm_head=target.lm_head)
     x = random(12, 8)
     found, theirs = replaced(draft, x), original(draft, x)
-    assert (found.shape, found.dtype) == (theirs.shape, theirs.dtype) and served == [((12, INPUTS), (384, INPUTS))]
-    assert 0.005 < relative_error(found, theirs.double()) < 0.04
+    assert (found.shape, found.dtype) == (theirs.shape, theirs.dtype) and served == [((12, INPUTS), (OUTPUTS, INPUTS))]
+    assert 0.05 < relative_error(found, theirs.double()) < 0.14
     assert torch.equal(replaced(draft, random(300, 8)), original(draft, random(300, 8)))
     assert len(served) == 1
     assert torch.equal(compute(target.logits_processor, x, target.lm_head), stock(Processor(), x, target.lm_head))
