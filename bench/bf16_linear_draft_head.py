@@ -40,8 +40,8 @@ def measure(tp: int, gbs: float, report: common.Report) -> None:
         x = make_x(rows, torch.Generator("cuda").manual_seed(rows))
         name = f"drafts' head, TP{tp}, {rows} rows"
         common.gate(name, others_than_the_heads(x, *heads[0]), 0)
-        ours = common.graph_microseconds([lambda w=w, c=c: op.draft_head(x, c, w) for w, c in heads] * turns)
-        cublas = common.graph_microseconds([lambda w=w: torch.mm(x, w.t()) for w, _ in heads] * turns)
+        ours = common.graph_microseconds([lambda x=x, w=w, c=c: op.draft_head(x, c, w) for w, c in heads] * turns)
+        cublas = common.graph_microseconds([lambda x=x, w=w: torch.mm(x, w.t()) for w, _ in heads] * turns)
         report.add(
             common.row(ISSUE, name, "ours", "us", round(ours, 1)),
             common.row(ISSUE, name, "ours", "read_share", round(bytes_read / ours / 1e3 / gbs, 3)),

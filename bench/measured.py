@@ -53,6 +53,7 @@ class Section:
 
 
 MICROSECONDS = {"us": "microseconds a call"}
+OF_READ = MICROSECONDS | {"read_share": "share of read bandwidth"}
 SHADOW = {
     "calls": "calls",
     "relative L2 of a call, greatest": "relative L2, greatest",
@@ -351,9 +352,10 @@ SECTIONS = {
         "fp8_linear",
         "In chains of the same call. Up to 8 rows, outputs of 4096 and more than 1,024 inputs (wo_b among them) are "
         "split since, which is slower in such a chain and faster in a layer.",
-        MICROSECONDS | {"read_share": "share of read bandwidth"},
+        OF_READ,
         ("relative_error",),
     ),
+    "fp8_linear_draft_input_h200": Section("fp8_linear, what a draft begins with", "", MICROSECONDS),
     "fp8_linear_128_rows_h200": Section("fp8_linear from 65 rows on", "", MICROSECONDS, ("relative_error",)),
     "layer_h200": Section(
         "A layer, by launches",
@@ -362,10 +364,8 @@ SECTIONS = {
         {"us": "us a layer"},
     ),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
-    "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
-    "bf16_linear_draft_head_h200": Section(
-        "bf16_linear, a draft's head", "", MICROSECONDS | {"read_share": "share of read bandwidth"}
-    ),
+    "bf16_linear_h200": Section("bf16_linear", "", OF_READ),
+    "bf16_linear_draft_head_h200": Section("bf16_linear, a draft's head", "", OF_READ),
     "router_topk_h200": Section(
         "router_topk",
         "By itself, with logits in the L2; then a chain at TP2: boundary, router's logits, choice, experts, and on a "

@@ -96,7 +96,7 @@ def test_wo_a_stays_fp8_where_it_is_ours():
 def test_the_drafts_head_is_counted_once_a_server_drafts(monkeypatch):
     def reserve(**changes):
         sizes = {
-            x.what: x.bytes for x in launch.make(request(concurrency=4, **({"draft_head": True} | changes))).reserves
+            x.what: x.bytes for x in launch.make(request(**({"concurrency": 4, "draft_head": True} | changes))).reserves
         }
         return sizes.get("drafts' head in INT4")
 

@@ -150,7 +150,7 @@ def test_a_draft_head_that_nobody_asked_for_is_told():
 )
 def test_whoever_could_have_one_is_told(changes, told):
     notes = [note for note in launch.make(request(**changes)).notes if "draft_head=on" in note]
-    assert len(notes) == told and all("0.14 GB a card" in note for note in notes)
+    assert len(notes) == told and all("0.15 GB a card" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def offsets(folder: Path) -> dict[str, dict[int, str]]:
     lines = ["#include <cstddef>", "#include <cstdio>"]
     headers = sorted({f"{struct_.partition('::')[0]}" for struct_ in POINTERS})
     parts = [
+        "bf16_linear/draft_head",
         "compressor/drafts",
         "fp8_linear/draft",
         "fp8_linear/norm",

@@ -23,8 +23,8 @@ _MOST, _ZERO = 7, 8  # of a code: how far from that of 0, and this
 def draft_head(x, copy, weight, *, out_dtype=torch.float32):
     """x W^T for guesses: by a copy of W in INT4, but the four best of each 2,048 outputs of a row by W.
 
-    x            [rows, inputs] bf16, 1 to 65,535 rows, inputs a multiple of 1,024 up to 32,768, last dim contiguous, row
-                 stride a multiple of 8, 16-byte aligned
+    x            [rows, inputs] bf16, 1 to 65,535 rows, inputs a multiple of 1,024 up to 32,768, last dim contiguous,
+                 row stride a multiple of 8, 16-byte aligned
     copy         [outputs / 16, inputs / 256, UNIT_BYTES] uint8, contiguous, 16-byte aligned: `fill`'s of this weight
     weight       [outputs, inputs] bf16, outputs a multiple of 16, contiguous, 16-byte aligned
     out_dtype    torch.float32, or torch.bfloat16: the float32 sums rounded once

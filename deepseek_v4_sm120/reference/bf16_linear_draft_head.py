@@ -1,4 +1,4 @@
-"""Truth for ops/bf16_linear_draft_head.py: a head's logits by its copy in INT4, the best of each part by the head itself."""
+"""Truth for ops/bf16_linear_draft_head.py: a head's logits by its copy in INT4, each part's best by the head itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafts' logits -> `ops.bf16_linear_draft_head`: by a copy of the target's head in INT4, the best of them by the head itself.
+"""The drafts' logits -> `ops.bf16_linear_draft_head`: by a copy of the target's head in INT4, the best by the head.
 
 A draft is a guess that verification judges with the model's own head, so a coarser head changes how many guesses are
 accepted, never what is said; and what is greatest is computed by the head itself, so that guesses are its own. The copy
