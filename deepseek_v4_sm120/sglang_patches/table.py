@@ -82,6 +82,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     WHOLE_CHARACTERS,
 )
 from deepseek_v4_sm120.sglang_patches.rows.index_select import DEALT_INDEX, INDEX_SELECT
+from deepseek_v4_sm120.sglang_patches.rows.last_turns import LAST_TURNS
 from deepseek_v4_sm120.sglang_patches.rows.layers import LAYERS
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import (
@@ -103,6 +104,7 @@ from deepseek_v4_sm120.sglang_patches.rows.sampling import (
     SEEDED_DRAWS,
 )
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import (
+    ABORT_NAMES,
     CACHED_BEGINNING,
     FENCED_COPIES,
     FIRST_STOPS,
@@ -526,6 +528,7 @@ TABLE = Table(
         *(PREEMPTED_REQUESTS, SHORT_PROMPTS, WAITING_PROMPTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES),
         *(FENCED_COPIES, FREED_WINDOWS, DSPARK_GRAPHS, DRAFT_CHAIN, FIRST_STOPS, STEP_TABLES, PLAIN_ANGLES),
         *(HELD_LATENTS, DRAFT_PROBABILITIES, REPLACED_SESSIONS, STORED_PAGES, ARGUMENT_DEFAULTS, PREFILL_GRAPHS),
+        *(ABORT_NAMES, LAST_TURNS),  # the latter behind DEFAULT_THINKING, of which it is told
         *(MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS, LAYERS),
     ),
     defaults=DEFAULTS,
