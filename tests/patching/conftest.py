@@ -257,8 +257,8 @@ class OpenAIServingChat:
     def _get_reasoning_from_request(self, request):
         return False
 
-    def _handle_last_assistant_message(self, messages, request):
-        return messages, None
+    def _handle_last_assistant_message(self, messages, request): return messages, None
+    def _validate_media_content(self, request): return None
 
     def _apply_jinja_template(self, request, tools, is_multimodal):
         return request

@@ -11,6 +11,7 @@ EVERYWHERE = {
     "max_output_tokens": http.RESPONSES_REQUEST,
     "response_errors": http.RESPONSES,
     "empty_stops": http.SAMPLING,
+    "unseen_pictures": http.CHAT,
 }
 LAST_OF_TURNS = {False: http.MESSAGES, True: http.RECIPE}  # since recipe
 BETWEEN = {  # where, from a release on, before another

@@ -73,8 +73,9 @@ class Server:
             **{"send_to_tokenizer": sends, "ipc_channels": SimpleNamespace(send_to_tokenizer=sends)},
             **{"send_abort_output": sends.send_output, "waiting_queue": self.places["waiting"]},
             **{f"{name}_batch": batch for name, batch in batches.items()},
-            **{"running_mbs": [batches["running"], None], "mbs": [None, batches["last"]]},
         )
+        if micro:
+            vars(self.scheduler).update(running_mbs=[batches["running"], None], mbs=[None, batches["last"]])
         of_mode = {
             MODES.PREFILL: {
                 "disagg_prefill_bootstrap_queue": SimpleNamespace(queue=self.places["bootstrap"]),

@@ -282,6 +282,7 @@ OBJECTS = {
     },
     "developer_messages": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES},
     "text_parts": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES, "part": CHAT_TEXT},
+    "unseen_pictures": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES, "part": CHAT_TEXT},
     "cut_arguments": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES[:1], **CHAT_CALL},
     "argument_names": {"told": OF_RECIPE["Output"], "call": OF_RECIPE["ToolCall"]},
     "effort_levels": {"ctx": ((f"{OPENAI}.chat_encoding_adapters:ChatEncodingAdapterContext",),)},
@@ -299,10 +300,8 @@ OBJECTS = {
     },
     "abort_names": {
         "recv_req": ((f"{SRT}.managers.io_struct:AbortReq",),),
-        "one": ((REQUEST,),),
+        **{"one": ((REQUEST,),), "batch": ((SCHEDULE_BATCH,),), "scheduler": ((SCHEDULER,),)},
         "entry": ((f"{SRT}.disaggregation.decode:DecodeRequest",),),
-        "batch": ((SCHEDULE_BATCH,),),
-        "scheduler": ((SCHEDULER,),),
         "scheduler.grammar_manager": ((f"{SRT}.constrained.grammar_manager:GrammarManager",),),
     },
     "json_answers": {

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches import models_served, prompt_messages
 from deepseek_v4_sm120.sglang_patches.fixes import assistant_marks, default_thinking, last_turns
 from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, READER, RECIPE
 from deepseek_v4_sm120.sglang_patches.table import TABLE
@@ -216,7 +216,7 @@ def wire(value):
 def adapter(converted, recipe, monkeypatch):
     """(version, ours) -> request -> (its prompt from the user's words on, where its answer's reader begins)"""
     module, _, its_class = RECIPE.partition(":")
-    monkeypatch.setitem(sys.modules, last_turns.PROTOCOL, SimpleNamespace(**{last_turns.PART: Wire}))
+    monkeypatch.setitem(sys.modules, prompt_messages.PROTOCOL, SimpleNamespace(**{prompt_messages.TEXT_PART: Wire}))
     renderer = converted.renderer
     renderer.load_deepseek_recipe = lambda: recipe
     of_recipe = SimpleNamespace(model=renderer.MODEL_NAMES["dsv4"], _options=recipe.ConversionOptions())

@@ -21,16 +21,15 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.fixes.default_thinking import asks_for_thoughts
+from deepseek_v4_sm120.sglang_patches.prompt_messages import text_part
 from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours, is_our_encoding
 
 ASSISTANT, TOOL, TEXT, BETWEEN = "assistant", "tool", "text", "\n\n"  # as recipe puts a text's parts together
 END, MARK, OPEN, CLOSE, THINKING = "<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<think>", "</think>", "thinking"
-PROTOCOL, PART = "sglang.srt.entrypoints.openai.protocol", "ChatCompletionMessageContentTextPart"
 
 
 def replace_convert(original: Callable) -> Callable:
@@ -177,8 +176,7 @@ def _in_parts(request):
     """SGLang takes a text in one for the user's, and leaves a list as it is."""
     if isinstance(request.messages[-1].content, list):
         return request
-    part = getattr(importlib.import_module(PROTOCOL), PART)
-    return _with_content(request, [part(type=TEXT, text=_last_text(request))])
+    return _with_content(request, [text_part(_last_text(request))])
 
 
 def _with_content(request, content):

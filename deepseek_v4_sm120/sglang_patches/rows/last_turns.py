@@ -1,11 +1,11 @@
-"""The row of table.py for conversations that end with a turn of the assistant's."""
+"""The rows of table.py for conversations that end with a turn of the assistant's, or have pictures."""
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import targets_of_fix
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, OPENAI, RECIPE, SINCE_RECIPE
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, OF_PROMPT, OPENAI, RECIPE, SINCE_RECIPE
 
-_target = targets_of_fix("last_turns")
+_target, _pictures = targets_of_fix("last_turns"), targets_of_fix("unseen_pictures")
 OF_ENCODER = Parameters(("messages", "thinking_mode"), further="any")
 
 LAST_TURNS = Patch(
@@ -32,4 +32,16 @@ LAST_TURNS = Patch(
         _target(f"{RECIPE}._new_output_parser", "new_output_parser", Parameters(("self", "request")), SINCE_RECIPE),
     ),
     retire="when SGLang leaves such turns as they are, and goes on from them over /v1/messages",
+)
+
+UNSEEN_PICTURES = Patch(
+    name="unseen_pictures",
+    why="a request with a picture is refused (400), and with it each later one of its conversation, so that an agent "
+    "that has read one is at its end; up to 0.5.16 the picture is left out without a word. DeepSeek's own conversion "
+    "writes [Unsupported Image]",
+    targets=(
+        _pictures(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.23"),
+        _pictures(f"{CHAT}._validate_media_content", "validate", Parameters(("self", "request")), ">=0.5.17,<0.6"),
+    ),
+    retire="when SGLang hands pictures to deepseek-recipe whatever the model",
 )
