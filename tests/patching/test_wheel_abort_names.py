@@ -75,7 +75,8 @@ class Server:
             **{f"{name}_batch": batch for name, batch in batches.items()},
         )
         if micro:
-            vars(self.scheduler).update(running_mbs=[batches["running"], None], mbs=[None, batches["last"]])
+            of_stages = [SimpleNamespace(reqs=self.places[name]) for name in STAGES]
+            vars(self.scheduler).update(running_mbs=[of_stages[0], None], mbs=[None, of_stages[1]])
         of_mode = {
             MODES.PREFILL: {
                 "disagg_prefill_bootstrap_queue": SimpleNamespace(queue=self.places["bootstrap"]),
@@ -118,7 +119,8 @@ def record(request, told):
 LOOKED_AT = {"chunked": ("0.5.14", "0.6"), "cur": ("0.5.12", "0.5.16"), "last": ("0.5.16", "0.6")}  # else in all
 ALONE = ("waiting", "grammars", "running", *LOOKED_AT)
 OF_ROLES = {"prefill": ("bootstrap", "inflight"), "decode": ("prealloc", "transfer", "retracted")}
-NAMES_OF_PLACES = (*ALONE, *(place for of in OF_ROLES.values() for place in of))
+STAGES = ("running of a stage", "of a stage")
+NAMES_OF_PLACES = (*ALONE, *STAGES, *(place for of in OF_ROLES.values() for place in of))
 PLACES = [("", place) for place in ALONE] + [(mode, place) for mode, of in OF_ROLES.items() for place in of]
 
 
@@ -145,9 +147,11 @@ def test_the_request_of_that_name_ends_and_no_other(version):
 def test_of_a_pipelines_batches_too(version):
     for ours in (False, True):
         server = Server(version, micro=True, ours=ours)
-        server.put("running", "job-1")
-        server.put("last", "job-10")
-        assert server.abort("job-1") == ({"job-1"} if ours or not since(version, "0.5.16") else {"job-1", "job-10"})
+        server.put("waiting", "job-1")
+        server.put(STAGES[0], "job-10")
+        server.put(STAGES[1], "job-1b")
+        both = {"job-10", "job-1b"} if since(version, "0.5.16") and not ours else set()
+        assert server.abort("job-1") == {"job-1"} | both
 
 
 def test_the_longer_names_that_sglang_makes_of_one_end_with_it(version):
