@@ -5,9 +5,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
+
+PROTOCOL, TEXT_PART = "sglang.srt.entrypoints.openai.protocol", "ChatCompletionMessageContentTextPart"
+
+
+def text_part(text: str):
+    """A part of a message's text, as SGLang has it."""
+    return getattr(importlib.import_module(PROTOCOL), TEXT_PART)(type="text", text=text)
 
 
 def with_each_message(change: Callable) -> Callable:

@@ -34,7 +34,7 @@ OURS = {
     },
     **{"stop_sequences": {"listening"}, "unknown_tokens": {"asked"}, "echoed_items": {"raw_request"}},
     **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
-    "short_prompts": {"turn", "turn.adder"},
+    **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {

@@ -165,6 +165,7 @@ SCHEDULER = """
 started = True
 
 class Scheduler:
+    def abort_request(self, recv_req): pass
     def _get_new_batch_prefill_raw(self, prefill_delayer_single_pass, running_batch):
         return None, running_batch
 
@@ -256,6 +257,9 @@ class OpenAIServingChat:
     def _get_reasoning_from_request(self, request):
         return False
 
+    def _handle_last_assistant_message(self, messages, request): return messages, None
+    def _validate_media_content(self, request): return None
+
     def _apply_jinja_template(self, request, tools, is_multimodal):
         return request
 
@@ -287,11 +291,8 @@ class AnthropicServing:
     def _convert_response(self, response):
         return response
 """
-RESPONSES_REQUEST = """
-class ResponsesRequest:
-    def to_sampling_params(self, default_max_tokens=None, default_params=None):
-        return {}
-"""
+RESPONSES_REQUEST = "class ResponsesRequest:\n    def to_sampling_params("
+RESPONSES_REQUEST += "self, default_max_tokens=None, default_params=None):\n        return {}\n"
 ANSWERS = """
 def find_printable_text(text):
     return text
@@ -448,7 +449,8 @@ TREE_0_5_17 = {
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/function_call/utils.py": "def _find_common_prefix(s1, s2):\n    return s1\n",
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
-    "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def render_tools(tools):\n    return tools\n"
+    "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def encode_messages(messages, thinking_mode): pass\n"
+    "def render_tools(tools):\n    return tools\n"
     "def render_message(index, messages, thinking_mode, drop_thinking=True):\n    return ''\n",
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,

@@ -11,7 +11,9 @@ EVERYWHERE = {
     "max_output_tokens": http.RESPONSES_REQUEST,
     "response_errors": http.RESPONSES,
     "empty_stops": http.SAMPLING,
+    "unseen_pictures": http.CHAT,
 }
+LAST_OF_TURNS = {False: http.MESSAGES, True: http.RECIPE}  # since recipe
 BETWEEN = {  # where, from a release on, before another
     "tool_strings": (http.PARSE, "0.5.12", "0.5.23"),
     "long_calls": (http.CHAT, "0.5.12", "0.5.21"),
@@ -38,4 +40,4 @@ BETWEEN = {  # where, from a release on, before another
 
 def expected(version: str) -> dict[str, str]:
     there = {name: where for name, (where, *ends) in BETWEEN.items() if [since(version, end) for end in ends] == [1, 0]}
-    return EVERYWHERE | there
+    return EVERYWHERE | there | {"last_turns": LAST_OF_TURNS[since(version, "0.5.23")]}

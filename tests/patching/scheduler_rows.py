@@ -13,6 +13,7 @@ def expected(version: str) -> dict[str, str]:
     """Patch -> place of its last target."""
     found = {
         "grammar_ends": rows.GRAMMAR_ENDS.targets[since(version, "0.5.16")].where,
+        "abort_names": rows.SCHEDULER,
         "replaced_sessions": rows.REPLACED_SESSIONS.targets[0].where,
         "first_stops": rows.FIRST_STOPS.targets[since(version, "0.5.13") + since(version, "0.5.14")].where,
         "stored_pages": rows.STORED_PAGES.targets[1].where,

@@ -17,6 +17,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     PARSE,
     READER,
     RECIPE_READER,
+    SINCE_RECIPE,
     TOKENIZER_MANAGER,
 )
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
@@ -290,6 +291,7 @@ OBJECTS = {
     },
     "developer_messages": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES},
     "text_parts": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES, "part": CHAT_TEXT},
+    "unseen_pictures": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES, "part": CHAT_TEXT},
     "cut_arguments": {"request": CHAT_REQUEST, "message": CHAT_MESSAGES[:1], **CHAT_CALL},
     "argument_names": {"told": OF_RECIPE["Output"], "call": OF_RECIPE["ToolCall"]},
     "effort_levels": {"ctx": ((f"{OPENAI}.chat_encoding_adapters:ChatEncodingAdapterContext",),)},
@@ -297,6 +299,19 @@ OBJECTS = {
         "obj": ((f"{SRT}.managers.io_struct:BaseReq",),),
         "state": ((f"{TOKENIZER_MANAGER.partition(':')[0]}:ReqState",),),
         "state.time_stats": ((f"{SRT}.observability.req_time_stats:APIServerReqTimeStats",),),
+    },
+    "last_turns": {
+        **{"anthropic_request": OF_ANTHROPIC, "anthropic_request.messages[-1]": OF_TURN},
+        **dict.fromkeys(("request", "ends", "made"), CHAT_REQUEST),
+        **dict.fromkeys(("turn", "m", "request.messages[-1]"), CHAT_MESSAGES[:1]),
+        "part": CHAT_TEXT,
+        "self.deepseek_recipe": ((SINCE_RECIPE, f"{SRT}.parser.deepseek_recipe_renderer:DeepSeekRecipe"),),
+    },
+    "abort_names": {
+        "recv_req": ((f"{SRT}.managers.io_struct:AbortReq",),),
+        **{"one": ((REQUEST,),), "batch": ((SCHEDULE_BATCH,),), "scheduler": ((SCHEDULER,),)},
+        "entry": ((f"{SRT}.disaggregation.decode:DecodeRequest",),),
+        "scheduler.grammar_manager": ((f"{SRT}.constrained.grammar_manager:GrammarManager",),),
     },
     "json_answers": {
         "request": CHAT_REQUEST,

@@ -1,6 +1,7 @@
 """Requests over the chat API: each release's own way to the prompt, and what it takes the answer for, beside ours."""
 
 import copy
+import functools
 import json
 import sys
 import types
@@ -86,6 +87,7 @@ def thinks_by_default(monkeypatch):
     return said
 
 
+@functools.cache
 def encoder_of(version) -> str | None:
     found = [member for member in members(fetch(version)) if member.endswith("/openai/encoding_dsv4.py")]
     return content(fetch(version), found[0]) if found else None

@@ -34,7 +34,12 @@ def replace_reasoning_of_request(original: Callable) -> Callable:
             or getattr(request, "task", None) is not None
         ):
             return told
-        asked = request.chat_template_kwargs or {}
-        return bool(asked.get("thinking", importlib.import_module(ENVIRON).envs.SGLANG_DEFAULT_THINKING.get()))
+        return asks_for_thoughts(request)
 
     return _get_reasoning_from_request
+
+
+def asks_for_thoughts(request) -> bool:
+    """As the prompt is made: by the request, or by the server's environment."""
+    asked = request.chat_template_kwargs or {}
+    return bool(asked.get("thinking", importlib.import_module(ENVIRON).envs.SGLANG_DEFAULT_THINKING.get()))

@@ -41,8 +41,8 @@ REPRODUCIBLE_HEAD = Patch(
 DRAFT_HEAD = Patch(  # behind the one above: what is put on top of it sees a draft's call first
     name="draft_head",
     why="a draft's logits are a guess that verification judges, and its bf16 head 1.06 GB a guess: 245 us of an H200, "
-    "three times in a step of EAGLE 3/1/4 (8.43 ms). In INT4 a quarter of the bytes, and the best are computed again by "
-    "the head; the text is the model's own either way",
+    "three times in a step of EAGLE 3/1/4 (8.43 ms). In INT4 a quarter of the bytes, and the best come of the head "
+    "itself; the text is the model's own either way",
     targets=(
         _draft(LM_HEAD, "lm_head", Parameters(OF_LM_HEAD), ">=0.5.14,<0.5.23"),
         _draft(LM_HEAD, "lm_head", Parameters((*OF_LM_HEAD, "*", "out=None")), ">=0.5.23,<0.6"),

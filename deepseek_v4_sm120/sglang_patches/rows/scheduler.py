@@ -291,3 +291,11 @@ STORED_PAGES = Patch(
     ),
     retire="when SGLang's names have the form of what is stored",
 )
+
+ABORT_NAMES = Patch(
+    name="abort_names",
+    why="an abort ends each request whose name begins with the name that is asked for: where clients choose the names, "
+    "who leaves job-1 ends job-10 of others, whose answers stop in their middle",
+    targets=(targets_of_fix("abort_names")(f"{SCHEDULER}.abort_request", "abort", Parameters(("self", "recv_req"))),),
+    retire="when SGLang asks for the whole name",
+)
