@@ -12,7 +12,6 @@ told at once, and stops a rank in front of its layers, as a patch does that does
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import json
@@ -43,6 +42,7 @@ DECIDING = (
     *("speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk"),
     *("speculative_dspark_block_size", "enable_hierarchical_cache", "enable_priority_scheduling", "grammar_backend"),
 )
+_found: str | None = None  # by this process
 ALL_THE_SAME = "DSV4_SM120_ON_BROKEN=warn there, where ours is, starts all the same"
 
 
@@ -59,11 +59,13 @@ def stop_unless_alike() -> None:
         raise PatchError(f"deepseek_v4_sm120 {report.our_version()}: {NOTE}: {text}. {ALL_THE_SAME}")
 
 
-@functools.cache
 def ask(wait_s: float = WAIT_S) -> str:
     """compare's, by this process once, wherever it is asked first, with the store that all ranks of the server have."""
-    store = torch.distributed.distributed_c10d._get_default_store()
-    return compare(torch.distributed.get_rank(), torch.distributed.get_world_size(), store, wait_s)
+    global _found
+    if _found is None:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        _found = compare(torch.distributed.get_rank(), torch.distributed.get_world_size(), store, wait_s)
+    return _found
 
 
 def compare(rank: int, ranks: int, store, wait_s: float = WAIT_S) -> str:

@@ -143,6 +143,18 @@ def test_a_rank_that_differs_stops_in_front_of_its_layers(asks, monkeypatch):
         several_hosts.stop_unless_alike()
 
 
+def test_ranks_look_at_each_other_once(monkeypatch):
+    """Where the group is made, and not again in front of the layers."""
+    looked = []
+    monkeypatch.setattr(several_hosts, "_found", None)
+    monkeypatch.setattr(several_hosts, "compare", lambda *given: looked.append(given[-1]) or "rank 1 differs")
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: "the store")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert several_hosts.ask() == several_hosts.ask(several_hosts.LAYERS_WAIT_S) == "rank 1 differs"
+    assert looked == [several_hosts.WAIT_S]
+
+
 def test_the_engine_asks_in_front_of_the_layers_that_this_table_names():
     module, _, name = TABLE.agrees.partition(":")
     assert getattr(sys.modules[module], name) is several_hosts.stop_unless_alike

@@ -92,6 +92,16 @@ def test_what_nccl_takes_by_the_beginning_of_a_name_is_fine(environ, tmp_path):
     assert [one.state for one in found(host(tmp_path), environ)] == [OK]
 
 
+def test_a_hosts_name_at_its_own_loop_is_named(tmp_path):
+    write(tmp_path, {"etc/hostname": "spark", "etc/hosts": "127.0.0.1 localhost\n127.0.1.1 spark.lan spark # its own"})
+    net = host(tmp_path)
+    (only,) = found(net)
+    assert only.state == WARN and "/etc/hosts has spark at 127.x" in only.found
+    assert found(net, BY_CABLE)[0].state == OK
+    write(tmp_path, {"etc/hosts": "10.0.0.1 spark\n127.0.1.1 sparkle"})
+    assert networks.read(tmp_path).looped == ""
+
+
 def test_what_a_server_has_set_counts(tmp_path):
     net = host(tmp_path, wifi=True)
     assert found(net, servers={7: BY_CABLE})[0].state == OK

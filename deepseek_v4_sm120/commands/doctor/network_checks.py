@@ -80,6 +80,10 @@ def _sockets(net: Networks, environ: dict[str, str]) -> Iterator[Finding]:
                 yield warn(
                     BETWEEN, f"{name}={asked}: not up here", waits, f"of {', '.join(sorted(up - {'lo'}))} that one"
                 )
+    if net.looped and not environ.get(SOCKETS[1]):
+        found = f"/etc/hosts has {net.looped} at 127.x, and {SOCKETS[1]} is not set"
+        cost = "gloo tells the other hosts that address, at which they find themselves: a start ends, or waits"
+        yield warn(BETWEEN, found, cost, f"{SOCKETS[1]}=<the interface between the hosts>, on each")
     unset = [name for name in SOCKETS if not environ.get(name)]
     others = [one for one in net.interfaces if one.is_up and one.name != "lo" and (one.is_wireless or one.is_made)]
     if unset and others:
