@@ -11,6 +11,7 @@ from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import models_table, speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
+from deepseek_v4_sm120.commands.plan import cards as kinds
 from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.plan.request import Request
@@ -210,7 +211,7 @@ def test_the_ceilings_have_the_sums_that_calibrate_measured(tmp_path, capsys):
     asked = command.request_of(arguments(profile=path, sglang="0.5.23", gpus=4))
     assert asked.sums_us == {"ours": {1: 5.0, 8: 7.0}, "nccl": {1: 24.0, 8: 27.0}}
     rows = {int(row[0]): row for row in command.speed_rows(launch.make(asked))}
-    read = roofline.step_bytes(models.FLASH, 4, 8, 8192, wo_a_bf16=False) / roofline.BYTES_PER_S
+    read = roofline.step_bytes(models.FLASH, 4, 8, 8192, wo_a_bf16=False) / kinds.PRO.bytes_per_s
     assert rows[8][1].startswith(f"{8 / (read + 87 * 7e-6):.0f} at") and rows[8][3] == f"{8 / (read + 87 * 27e-6):.0f}"
     command.show(launch.make(asked))
     assert f"all-reduces as {path} has them" in capsys.readouterr().out
@@ -316,9 +317,9 @@ def test_the_index_logits_of_a_chunk():
 
 def test_the_fewest_bytes_of_a_step():
     read = roofline.step_bytes(models.FLASH, 2, 1, 8192, wo_a_bf16=False)
-    assert read / roofline.BYTES_PER_S == pytest.approx(3.51e-3, rel=0.01)
+    assert read / kinds.PRO.bytes_per_s == pytest.approx(3.51e-3, rel=0.01)
     read = roofline.step_bytes(models.FLASH, 4, 8, 131_072, wo_a_bf16=False)
-    assert read / roofline.BYTES_PER_S == pytest.approx(5.69e-3, rel=0.02)
+    assert read / kinds.PRO.bytes_per_s == pytest.approx(5.69e-3, rel=0.02)
 
 
 def test_two_cards_hold_the_fp4_checkpoint_and_not_the_fp8_one(capsys):

@@ -14,6 +14,7 @@ from deepseek_v4_sm120.__main__ import main
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
+from deepseek_v4_sm120.commands.plan import cards as kinds
 from deepseek_v4_sm120.commands.plan import choices, command, launch, memory, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import FP4_CHECKPOINT, remedies
 from deepseek_v4_sm120.commands.plan.request import PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE, Plan
@@ -134,7 +135,7 @@ def test_a_draft_head_that_nobody_asked_for_is_told():
     steps = [
         float(command.draft_rows(launch.make(request(concurrency=1, draft_head=one)))[3][2]) for one in (None, False)
     ]
-    read = 3 * 129_280 * 4096 * (2 - 17 / 32) / 2 / roofline.BYTES_PER_S * 1e3
+    read = 3 * 129_280 * 4096 * (2 - 17 / 32) / 2 / kinds.PRO.bytes_per_s * 1e3
     assert steps[1] - steps[0] == pytest.approx(read, abs=0.011)
 
 
@@ -415,7 +416,7 @@ def cards(monkeypatch, *kinds, visible=None, order=None):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     if order is not None:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
-    return command._machine(argparse.Namespace(gpus=None, memory=None))
+    return command._machine(argparse.Namespace(gpus=None, memory=None, card=None))[1:]
 
 
 GAMING = ("RTX 5090", "12.0", 32607)
@@ -442,9 +443,17 @@ def test_of_several_kinds_a_plan_is_for_those_that_are_named(monkeypatch):
             cards(monkeypatch, PRO, visible=unknown)
 
 
-def test_a_card_whose_memory_is_the_hosts_is_asked_for(monkeypatch):
+def test_a_card_whose_memory_is_the_hosts_is_asked_of_the_system(monkeypatch, tmp_path):
+    monkeypatch.setattr(kinds, "host_memory_mib", lambda root: 124611)
+    assert cards(monkeypatch, SPARK) == (1, 124611)
+    monkeypatch.setattr(kinds, "host_memory_mib", lambda root: 0)
     with pytest.raises(CommandError, match="does not tell the memory of NVIDIA GB10: --memory"):
         cards(monkeypatch, SPARK)
+    monkeypatch.undo()
+    assert kinds.host_memory_mib(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / kinds.MEMINFO).write_text("MemTotal:       127602060 kB\nMemFree:  1 kB\n")
+    assert kinds.host_memory_mib(tmp_path) == 124611
 
 
 def planned_lines(monkeypatch, capsys, *words, container=False, **environ):

@@ -14,7 +14,7 @@ from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import server
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
-from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
+from deepseek_v4_sm120.commands.plan import cards, command, launch, memory, models, roofline
 from deepseek_v4_sm120.commands.speculation import (
     COMPACT,
     DOUBT,
@@ -147,7 +147,7 @@ def test_what_a_step_with_drafts_takes(streams, drafts):
     sums = 87 * roofline.all_reduce_seconds(models.FLASH, 4, streams * rows, True) / 87
     for draft in range(drafts):
         sums += roofline.all_reduce_seconds(models.FLASH, 4, streams * (1 if draft else rows), True) * 3 / 87
-    assert seconds == pytest.approx(bytes_read(streams, rows, drafts) / roofline.BYTES_PER_S + sums, rel=1e-9)
+    assert seconds == pytest.approx(bytes_read(streams, rows, drafts) / cards.PRO.bytes_per_s + sums, rel=1e-9)
     if drafts == 0:
         assert seconds == roofline.step_seconds(models.FLASH, 4, streams, 8192, wo_a_bf16=False)
 

@@ -249,6 +249,8 @@ class Engine:
         problems = self.problems()
         if self.disagreements or (problems and self.settings.on_broken == "raise"):
             raise self._refusal(self.disagreements + problems)
+        if makes_layers and not self._has_layers and self.table.agrees:
+            _load(self.table.agrees)()
         self._has_layers = self._has_layers or makes_layers
         self._tell()
 

@@ -141,6 +141,8 @@ class Table:
     resolved_at, built_at  functions, "module:qualname", that the host calls for our model only: in a server's first
                process, while it resolves the arguments; in each worker, before it makes the layers. There a server is
                stopped that would have used a patch that does not fit
+    agrees     "module:function", asked once in a process that is about to make the layers: raises where the server has
+               processes elsewhere that run something else
     reviewed   the definitions that a human read; anything else is applied as UNREVIEWED. Asked when an engine starts
     known      version (None: the host does not tell one) -> what its files were found to be like
     reads      what replacements read of the host's objects; asked of a host that is ahead of what was reviewed
@@ -151,6 +153,7 @@ class Table:
     patches: tuple[Patch, ...]
     resolved_at: str | None = None
     built_at: str | None = None
+    agrees: str | None = None
     reviewed: Callable[[], Ledger] = Ledger
     known: Callable[[str | None], KnownFiles] = known_files.nothing
     reads: Callable[[], Reads] = reads.nothing

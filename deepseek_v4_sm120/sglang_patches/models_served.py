@@ -154,6 +154,7 @@ VARIABLE = "_DSV4_SM120_MODEL"  # what a patched parent leaves for its children;
 
 _UNASKED: dict = {}
 _announced: dict | None = _UNASKED  # None: nobody told
+_hosts_are_alike = False  # by several_hosts.py, in a rank
 
 
 def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ, **asked) -> None:
@@ -216,6 +217,18 @@ def is_looked_into() -> bool:
 def has_several_hosts() -> bool:
     """--nnodes: ranks are on other hosts too, where nobody knows whether they have us."""
     return _is_asked("several_hosts")
+
+
+def know_that_hosts_are_alike() -> None:
+    """In a rank that has seen that all others run what it runs."""
+    global _hosts_are_alike
+    _hosts_are_alike = True
+
+
+def may_have_unlike_hosts() -> bool:
+    """Whether a rank of this server may be without us, or run something else of ours: with several hosts, of which not
+    all have told."""
+    return has_several_hosts() and not _hosts_are_alike
 
 
 def has_ranks_that_come_and_go() -> bool:

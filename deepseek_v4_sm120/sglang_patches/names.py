@@ -25,6 +25,7 @@ WITHOUT_FRONT = (
     "SGLang's Rust code reads the requests and writes the answers, so what ours mends there is not in place: thoughts, "
     "tools and schemas over the chat API, requests that end a server"
 )
+CONTEXT, SERVER_ARGS = "sglang.srt.runtime_context", "sglang.srt.server_args"
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 NCCL = "sglang.srt.distributed.device_communicators.pynccl"
 

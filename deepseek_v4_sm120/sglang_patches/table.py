@@ -500,6 +500,7 @@ TABLE = Table(
     preflight="sglang.srt.managers.scheduler",
     resolved_at="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
+    agrees="deepseek_v4_sm120.sglang_patches.several_hosts:stop_unless_alike",
     reviewed=functools.partial(ledger.read, LEDGER),
     known=functools.partial(known_files.read, KNOWN_FILES),
     reads=functools.partial(reads.read, READS),

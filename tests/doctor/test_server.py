@@ -302,6 +302,7 @@ def test_the_older_address_and_no_metrics(serve):
         ({"moe_runner_backend": "humming"}, "experts", WARN),
         ({"disable_custom_all_reduce": True}, "all-reduce", WARN),
         ({"tp_size": 4}, "all-reduce", NOT_RUN),
+        ({"tp_size": 4, "nnodes": 2, "disable_custom_all_reduce": True}, "all-reduce", OK),
         ({"tp_size": 4, "disable_custom_all_reduce": True}, "all-reduce", WARN),
         ({"chunked_prefill_size": -1}, "prefill chunk", FAIL),
         ({"version": "0.5.14", "chunked_prefill_size": 16384}, "prefill chunk", FAIL),

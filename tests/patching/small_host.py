@@ -73,15 +73,25 @@ def make(
     known=NOTHING,
     reviewed=(),
     reads=UNREAD,
+    agrees=None,
     **patch,
 ):
     patches = (Patch(name="job", why="test", targets=targets or (function_target(),), retire="never", **patch),)
     more = {"supported": supported, "stand_ins": stand_ins, "known": known, "reviewed": reviewed, "reads": reads}
+    more["agrees"] = agrees
     return start_engine(patches, settings, start, **more)
 
 
 def start_engine(
-    patches, settings=None, start=True, supported=">=1,<2", stand_ins=(), known=NOTHING, reviewed=(), reads=UNREAD
+    patches,
+    settings=None,
+    start=True,
+    supported=">=1,<2",
+    stand_ins=(),
+    known=NOTHING,
+    reviewed=(),
+    reads=UNREAD,
+    agrees=None,
 ):
     ledger = Ledger({"1.2.0": {"eng_host.kernels:f": digest(), **dict(reviewed)}})
     table = Table(
@@ -94,6 +104,7 @@ def start_engine(
         reviewed=lambda: ledger,
         known=lambda version: known,
         reads=lambda: reads,
+        agrees=agrees,
     )
     engine = Engine(table, host="eng_host", settings=settings or Settings())
     if start:

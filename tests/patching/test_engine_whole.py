@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -301,6 +302,27 @@ def test_a_folder_that_is_made_anew_while_a_server_starts_stops_it(
         return
     with pytest.raises(PatchError, match="made anew, or taken away, while this server started.*: start it again, "):
         child.enter_model(makes_layers=True)
+
+
+def test_a_worker_asks_once_whether_the_servers_other_processes_run_the_same(host, said, gpu, monkeypatch):
+    """In front of its layers, on a GPU of ours, and not in the process that resolves the arguments."""
+    host()
+    asked, answers = [], [None, PatchError("other hosts run something else")]
+
+    def ask():
+        asked.append("asked")
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    monkeypatch.setitem(sys.modules, "eng_agrees", SimpleNamespace(ask=ask))
+    engine = make(agrees="eng_agrees:ask")
+    gpu(False)
+    assert enter() == "loaded" and not asked, "on another GPU nothing of ours runs"
+    gpu(True)
+    assert enter() == enter() == "loaded" and asked == ["asked"]
+    engine._has_layers = False  # another worker
+    with pytest.raises(PatchError, match="other hosts"):
+        enter()
 
 
 def test_the_word_of_a_build_that_named_none_is_that_of_another(monkeypatch):

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.fixes.dspark_graphs import replace_available_memory
 from deepseek_v4_sm120.sglang_patches.names import PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.rows.dspark import COMPONENTS, DSPARK_GRAPHS
@@ -116,6 +117,8 @@ def test_one_card_asks_nobody(version, monkeypatch):
 @every_one
 def test_nothing_is_asked_of_a_host_that_may_lack_us(version, monkeypatch):
     assert decided(version, monkeypatch, ours=True, hosts=2) == decided(version, monkeypatch, ours=False)
+    monkeypatch.setattr(models_served, "_hosts_are_alike", True)
+    assert decided(version, monkeypatch, ours=True, hosts=2) == decided(version, monkeypatch, ours=True)
 
 
 @every_one

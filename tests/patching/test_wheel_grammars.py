@@ -1,6 +1,7 @@
 """Grammars of many schemas: each release's own table with our bound and without, and how it makes XGrammar's."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,18 @@ def test_what_was_set_first_is_forgotten_first(version):
     assert list(ours.cache) == [key(number) for number in range(MANY - grammars.KEPT, MANY)]
     is_known = [ours.get_cached_or_future_value(key(number), False)[1] for number in (0, MANY - 1)]
     assert is_known == [False, True]
+
+
+@every_release()
+def test_a_rank_that_forgets_waits_for_one_that_does_not(version):
+    """Why a server whose hosts do not all have us is stopped (several_hosts.py): a schema that one rank has forgotten
+    is compiled there, and its being ready is told in an exchange, of which a rank that has it still knows nothing."""
+    ranks = [backend(version, ours=ours) for ours in (True, True, False)]
+    for one in ranks:
+        for number in range(grammars.KEPT + 1):
+            one.set_cache(key(number), Grammar())
+        one._init_value_dispatch = one.executor = SimpleNamespace(submit=lambda *_, **__: "compiles")
+    assert [one.get_cached_or_future_value(key(0), False)[1] for one in ranks] == [False, False, True]
 
 
 @every_release()

@@ -77,8 +77,12 @@ def test_it_goes_round_those_that_share_prompts_rows_as_well(version, monkeypatc
 
 @every_release()
 def test_with_several_hosts_nothing_is_sent_that_one_without_us_would_not_take(version, monkeypatch):
+    opened(monkeypatch)
+    on_one_host = sent(version, monkeypatch, batch())
     opened(monkeypatch, hosts=2)
     assert sent(version, monkeypatch, batch()) == []
+    monkeypatch.setattr(models_served, "_hosts_are_alike", True)
+    assert sent(version, monkeypatch, batch()) == on_one_host != []
 
 
 @every_release()

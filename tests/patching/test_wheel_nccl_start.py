@@ -145,11 +145,15 @@ def test_of_other_servers_nothing_is_asked(served, hosts, start, monkeypatch):
 
 def test_others_are_not_told_of(start, monkeypatch):
     assert start("0.5.23", rank=1, seconds=0.1) == []
-    monkeypatch.setattr(models_served, "has_several_hosts", lambda: True)
-    assert start("0.5.23", seconds=0.1) == []
-    monkeypatch.setattr(models_served, "has_several_hosts", lambda: False)
     monkeypatch.setattr(models_served, "has_served_card", lambda: False)
     assert start("0.5.23", seconds=0.1) == []
+
+
+def test_between_hosts_it_is_the_network_that_is_told_of(start, monkeypatch):
+    monkeypatch.setattr(models_served, "has_several_hosts", lambda: True)
+    (line,) = start("0.5.23", finds=lambda *_: pytest.fail("asked"))
+    assert "between the hosts" in line and "NCCL_SOCKET_IFNAME" in line and nccl_start.NCCL_P2P not in line
+    assert start("0.5.23", rank=1, seconds=0.1) == [] and start("0.5.23", comes_back=True) == []
 
 
 def test_a_group_of_somebody_elses_is_left_alone(start):

@@ -146,6 +146,8 @@ def test_when_chunks_stay_whole(version, sglang_wheel, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, lambda value=value: value)
             assert first_chunk() == CHUNK, name
+            patched.setattr(fix.models_served, "_hosts_are_alike", True)
+            assert (first_chunk() < CHUNK) is value, name
 
 
 @every_release(SINCE)

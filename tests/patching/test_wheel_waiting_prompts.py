@@ -96,6 +96,8 @@ def test_several_hosts_other_models_and_delayed_prompts_are_left_alone(monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, lambda value=value: value)
             assert Scheduler(20 * STEP).looks(5) == 5
+            patched.setattr(fix.models_served, "_hosts_are_alike", True)
+            assert (Scheduler(20 * STEP).looks(5) < 5) is value
 
 
 @every_release("0.5.17")

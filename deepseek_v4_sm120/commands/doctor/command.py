@@ -18,6 +18,7 @@ from deepseek_v4_sm120.commands.doctor import (
     gpu_health,
     host_checks,
     http_get,
+    network_checks,
     probe,
     server,
     software_checks,
@@ -81,11 +82,12 @@ def applied(found: facts.Facts) -> frozenset[str] | None:
     return frozenset(row["patch"] for row in rows if row["state"] == "APPLIED") if processes else None
 
 
+CHECKS = (gpu_checks, gpu_health, cpu_checks, host_checks, network_checks, software_checks)
+
+
 def examine(found: facts.Facts) -> list[Finding]:
     """All findings about this machine."""
-    return [
-        f for module in (gpu_checks, gpu_health, cpu_checks, host_checks, software_checks) for f in module.checks(found)
-    ]
+    return [f for module in CHECKS for f in module.checks(found)]
 
 
 def show(findings: list[Finding]) -> None:

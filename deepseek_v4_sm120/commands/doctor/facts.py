@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from deepseek_v4_sm120 import patching
-from deepseek_v4_sm120.commands.doctor import cpus, nvidia_smi, pci, servers, visible
+from deepseek_v4_sm120.commands.doctor import cpus, networks, nvidia_smi, pci, servers, visible
 from deepseek_v4_sm120.patching import lifetime
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
@@ -48,6 +48,8 @@ class Facts:
     xids: dict[str, tuple[int, ...]] | None = None  # of the kernel's log; None: not readable
     aspm: str = ""  # the kernel's policy of links that sleep; "": not told
     cpus: cpus.Cpus = field(default_factory=cpus.Cpus)
+    networks: networks.Networks = field(default_factory=networks.Networks)
+    host_memory: tuple[int, int] | None = None  # MiB: all of it, and what the system says is available
     environ: Mapping[str, str] = field(default_factory=dict)
     server_environ: dict[int, dict[str, str]] = field(default_factory=dict)
     servers: dict[int, int] = field(default_factory=dict)  # process that reports -> the first one of its server
@@ -100,6 +102,8 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
         iommu_groups=pci.iommu_groups(root / "sys"),
         aspm=pci.aspm_policy(root / "sys"),
         xids=nvidia_smi.read_xids(run(["dmesg"])),
+        networks=networks.read(root),
+        host_memory=_host_memory(root),
         environ=dict(environ),
         shm_bytes=_size(root / "dev/shm"),
         is_container=in_container,
@@ -135,6 +139,15 @@ def sitecustomize_files(path: list[str], ran: ModuleType | None) -> list[Path]:
     files = first + [Path(folder, "sitecustomize.py") for folder in path if folder and folder != here]
     there = [file for file in files if os.path.isfile(file)]  # False where this user may not look
     return list(dict.fromkeys(file.resolve() for file in there))
+
+
+def _host_memory(root: Path) -> tuple[int, int] | None:
+    file = root / "proc/meminfo"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    told = {
+        name: int(rest.split()[0]) >> 10 for name, _, rest in (line.partition(":") for line in lines) if rest.split()
+    }
+    return (told["MemTotal"], told["MemAvailable"]) if {"MemTotal", "MemAvailable"} <= told.keys() else None
 
 
 def _size(folder: Path) -> int | None:

@@ -8,6 +8,7 @@ from operator import ge
 from deepseek_v4_sm120.commands.doctor.facts import Facts
 from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.commands.doctor.pci import PciPath
+from deepseek_v4_sm120.commands.plan import cards
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.sglang_patches.device_gate import SM120_MAJOR
 
@@ -128,6 +129,9 @@ def _links(facts: Facts) -> Iterator[Finding]:
     paths = {path.bus_id: path for path in facts.pci}
     for gpu in facts.smi.gpus:
         name = f"PCIe link of GPU {gpu.index}"
+        if cards.of_name(gpu.name).is_hosts:
+            yield ok(name, "none: CPU and GPU are one chip")
+            continue
         rest = f"gen {gpu.link_generation[0]} x{gpu.link_width[0]} at rest"
         if None in gpu.link_generation or None in gpu.link_width:
             yield not_run(name, "the driver does not tell the link (a virtual machine?)")
@@ -207,7 +211,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         found = f"{gpu.memory_used} of {gpu.memory_total} MiB in use"
         free = gpu.memory_free
         if not gpu.memory_total:
-            yield not_run(name, "the driver does not tell")
+            yield _of_host(name, facts, serving)
         elif serving and free < 1024:
             yield warn(
                 name,
@@ -230,6 +234,19 @@ def _memory(facts: Facts) -> Iterator[Finding]:
             )
         else:
             yield ok(name, found)
+
+
+def _of_host(name: str, facts: Facts, serving: bool) -> Finding:
+    """Of a GPU whose memory is the host's, by which SGLang goes."""
+    if facts.host_memory is None or not any(cards.of_name(gpu.name).is_hosts for gpu in facts.smi.gpus):
+        return not_run(name, "the driver does not tell")
+    total, available = facts.host_memory
+    found = f"the host's: {available} of {total} MiB available"
+    used = total - available - (cards.OF_THE_SYSTEM >> 20)
+    if serving or used <= 0:
+        return ok(name, found)
+    cost = "SGLang takes its fraction of what is available at its start, and what runs beside it may take the rest"
+    return warn(name, found, cost, "no desktop and no other models; `plan` reckons with 6 GiB of the system's")
 
 
 def _topology(facts: Facts) -> Iterator[Finding]:

@@ -65,6 +65,7 @@ FIELDS = {
     "disable_custom_all_reduce": (SWITCH, True),
     "disable_overlap_schedule": (SWITCH, False),
     "pp_size": (WHOLE, False),
+    "nnodes": (WHOLE, False),
     "cpu_offload_gb": (SHARE, False),
     "offload_group_size": (WHOLE, False),
     "enable_mixed_chunk": (SWITCH, False),
@@ -299,6 +300,9 @@ def _experts(a: Answers) -> Iterator[Finding]:
 
 def _all_reduce(a: Answers) -> Iterator[Finding]:
     tp = a.get("tp_size") or 1
+    if (a.get("nnodes") or 1) > 1:
+        yield ok("all-reduce", f"NCCL's, between {a.get('nnodes')} hosts; `doctor` on each looks at their network")
+        return
     if "all_reduce" in (a.applied or ()) and not a.get("disable_custom_all_reduce"):
         return  # ours is asked: "sums between the cards" says what its probe found
     if tp == 2 and a.get("disable_custom_all_reduce"):

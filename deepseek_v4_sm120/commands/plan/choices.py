@@ -9,13 +9,21 @@ from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, HALVES, PREFILL_
 from deepseek_v4_sm120.commands.speculation import EAGLE
 from deepseek_v4_sm120.ops import all_reduce_sizes
 from deepseek_v4_sm120.settings import asks_for
-from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DEFAULTS, HALF_ROWS, REPRODUCIBLE
+from deepseek_v4_sm120.sglang_patches.defaults import (
+    CAPTURED_ROWS,
+    DEALT_STREAMS,
+    DEFAULTS,
+    HALF_ROWS,
+    REPRODUCIBLE,
+)
 
 # on two cards, where it was seen; and the first release whose reproducible compressors are ours
 DEALT_PRODUCTS, DEALT_SINCE, DEALT_SEEN, REPRODUCIBLE_SINCE = "dealt_products", (0, 5, 14), 2, (0, 5, 20)
 DEALT_BY = ("all_reduce", "bf16_linear", "compressor")  # operators
 INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_0_5_17"
 RANGES = {row.name: row.sglang for row in DEFAULTS}
+OF_ONE_HOST = (PREFILL_GRAPHS, HALVES, DEALT_PRODUCTS, DEALT_STREAMS, "dealt_index")
+NOT_BETWEEN_HOSTS = "it is for the cards of one host"
 YOURS = "as in your environment"
 
 
@@ -60,6 +68,8 @@ def why_whole(r: Request) -> str | None:
     halves = r.also_set.get(HALVES, "")
     if r.gpus == 1:
         return "one card has all of them"
+    if r.nodes > 1:
+        return NOT_BETWEEN_HOSTS
     if missing:
         return f"{missing[0]} is left out"
     if r.most_rows > all_reduce_sizes.MAX_ROWS and not r.is_reproducible:
@@ -93,13 +103,15 @@ def _in_other_orders(r: Request) -> str:
     """What of a server that is to be reproducible is SGLang's, and adds in an order that hangs on the rows."""
     theirs = [op for op in REPRODUCIBLE if op in OPS and op not in r.replaced]
     theirs += ["experts in FP8"] * (r.model.expert_format == FP8)
-    theirs += ["all_reduce"] * (r.gpus > all_reduce_sizes.ONE_ORDER_RANKS and "all_reduce" not in r.replaced)
+    theirs += ["all_reduce"] * (r.gpus > all_reduce_sizes.ONE_ORDER_RANKS and not r.sums_are_ours)
     return ", ".join(theirs)
 
 
 def _why_in_vain(r: Request, name: str) -> str | None:
     if not _is_for(RANGES[name], r):
         return f"it is for SGLang {RANGES[name]}"
+    if r.nodes > 1 and name in OF_ONE_HOST:
+        return NOT_BETWEEN_HOSTS
     if name == DRAFT_HEAD and not r.could_have_draft_head:
         return "bf16_linear is left out" if r.rows else "nothing drafts"
     if name == PREFILL_GRAPHS and not r.may_capture[0]:

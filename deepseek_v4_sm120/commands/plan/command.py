@@ -14,7 +14,8 @@ from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.visible import ORDER, VISIBLE
-from deepseek_v4_sm120.commands.plan import launch, models, roofline
+from deepseek_v4_sm120.commands.plan import cards as kinds
+from deepseek_v4_sm120.commands.plan import hosts, launch, models, roofline
 from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
 from deepseek_v4_sm120.commands.speculation import (
@@ -35,7 +36,6 @@ from deepseek_v4_sm120.sglang_patches.device_gate import SM120_MAJOR
 from deepseek_v4_sm120.sglang_patches.table import TABLE
 
 DEFAULT_SGLANG = "0.5.23"
-DEFAULT_MEMORY_GB = 96
 GIVEN = "NVIDIA_VISIBLE_DEVICES"  # by `docker run --gpus` to its container, and in Kubernetes; all, none, void, a path
 CARDS = re.compile(r"(\d+|(GPU|MIG)-[\w./-]+)(,(\d+|(GPU|MIG)-[\w./-]+))*", re.ASCII)
 CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
@@ -54,7 +54,15 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="flash", help=f"{models.KNOWN} (default: flash)")
     parser.add_argument("--experts", choices=(models.FP4, models.FP8), help="format of the experts")
     parser.add_argument("--gpus", type=int, help="cards of one machine (default: those found, else 2)")
-    parser.add_argument("--memory", type=float, help="GB of a card as sold (default: as found, else 96)")
+    parser.add_argument("--memory", type=float, help="GB of a card as sold (default: as found, else 96 or 128)")
+    parser.add_argument(
+        "--card", choices=tuple(kinds.KINDS), help="of what kind they are (default: as found, else pro)"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="hosts with so many cards each (default: 1)")
+    parser.add_argument(
+        "--dist-init-addr", help=f"with --nodes: address:port of the first host, like 10.0.0.1:{hosts.PORT}"
+    )
+    parser.add_argument("--interface", help="with --nodes: the network between the hosts, by its name on this one")
     parser.add_argument("--context", type=int, default=393_216, help="longest request in tokens (default: 393216)")
     parser.add_argument("--concurrency", type=int, default=8, help="streams at the same time (default: 8)")
     parser.add_argument("--spec", choices=(*DRAFTERS, "none"), help="speculation (default: what the checkpoint brings)")
@@ -80,7 +88,11 @@ def request_of(arguments: argparse.Namespace) -> Request:
     sglang = sglang.removeprefix("v")
     if not arguments.model:
         raise CommandError(f"--model must be {models.KNOWN}, got nothing")
-    gpus, memory_mib = _machine(arguments)
+    hosts.check(arguments.nodes, arguments.dist_init_addr)
+    if arguments.nodes == 1 and (arguments.dist_init_addr or arguments.interface):
+        raise CommandError("--dist-init-addr and --interface are for several hosts: --nodes")
+    card, of_host, memory_mib = _machine(arguments)
+    gpus = of_host * arguments.nodes
     choices = settings().choices
     switched_off = tuple(op for op in OPS if choices.get(op) == "off")
     measured = _profile(settings().profile if arguments.profile is None else arguments.profile, sglang)
@@ -108,7 +120,11 @@ def request_of(arguments: argparse.Namespace) -> Request:
         insist=arguments.insist,
         off=settings().off,
         shadow=None if settings().off else settings().shadow,
-        cards=_chosen_cards(gpus, os.environ),
+        card=card,
+        nodes=arguments.nodes,
+        address=arguments.dist_init_addr,
+        interface=arguments.interface,
+        cards=_chosen_cards(of_host, os.environ),
         given=given_cards(os.environ),
     )
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
@@ -159,24 +175,28 @@ def _profile(path: str | None, sglang: str) -> profile.Profile:
     return found
 
 
-def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
+def _machine(arguments: argparse.Namespace) -> tuple[kinds.Card, int, int]:
+    """(kind, how many, MiB of one) of this machine's cards, or as is said."""
     gpus, memory_gb = arguments.gpus, arguments.memory
+    asked = None if arguments.card is None else kinds.KINDS[arguments.card]
     if memory_gb is not None:
         launch.check_memory(memory_gb)
-    if gpus is not None and memory_gb is not None:
-        return gpus, int(memory_gb * launch.REPORTED_PER_GB)
+    if gpus is not None and memory_gb is not None and asked is not None:
+        return asked, gpus, int(memory_gb * asked.mib_per_gb)
     found = cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
-    if memory_gb is not None or not found:
-        memory_mib = int((DEFAULT_MEMORY_GB if memory_gb is None else memory_gb) * launch.REPORTED_PER_GB)
-    elif None in found:
+    card = asked or (kinds.of_name(found[0].name) if found and found[0] is not None else kinds.PRO)
+    usable = max((tp for tp in launch.TPS if tp <= len(found)), default=1 if card.is_hosts else 2)
+    gpus = usable if gpus is None else gpus
+    if memory_gb is not None or not found or asked is not None:
+        return card, gpus, int((card.gb if memory_gb is None else memory_gb) * card.mib_per_gb)
+    if None in found:
         name = visible.names(os.environ)[found.index(None)]
         raise CommandError(f"nvidia-smi does not list {VISIBLE}={name}: --gpus N --memory <GB of one>")
-    else:
-        memory_mib = min(gpu.memory_total for gpu in found)
-        if not memory_mib:  # a GB10's is the host's
-            raise CommandError(f"the driver does not tell the memory of {found[0].name}: --memory <GB of a card>")
-    usable = max((tp for tp in launch.TPS if tp <= len(found)), default=2)
-    return (usable if gpus is None else gpus), memory_mib
+    told = min(gpu.memory_total for gpu in found)
+    memory_mib = kinds.host_memory_mib(Path("/")) if card.is_hosts and not told else told
+    if not memory_mib:
+        raise CommandError(f"the driver does not tell the memory of {found[0].name}: --memory <GB of a card>")
+    return card, gpus, memory_mib
 
 
 def cards(gpus: Sequence, environ: Mapping[str, str]) -> list:
@@ -229,6 +249,7 @@ def as_dict(plan: Plan) -> dict:
         "remedies": [] if plan.fits else remedies(r),
         "launch": launch.launch_line(plan),
         "docker": launch.docker_line(plan),
+        "hosts": [{"launch": launch.launch_line(one), "docker": launch.docker_line(one)} for one in _of_hosts(plan)],
         "speed": speed_rows(plan),
         "drafts": draft_rows(plan),
     }
@@ -237,8 +258,10 @@ def as_dict(plan: Plan) -> dict:
 def show(plan: Plan) -> None:
     r = plan.request
     drafts = r.speculation.drafts if r.speculation else "no speculation"
+    where = f"{r.gpus_of_host} {r.card.name}" if r.card.is_hosts else f"{r.gpus_of_host} card(s)"
+    of_each = f" in each of {r.nodes} hosts" if r.nodes > 1 else ""
     console.say(
-        f"{r.model.name}, {r.model.expert_format.upper()} experts, on {r.gpus} card(s) of {r.memory_mib} MiB, SGLang "
+        f"{r.model.name}, {r.model.expert_format.upper()} experts, on {where} of {r.memory_mib} MiB{of_each}, SGLang "
         f"{r.sglang}: {r.concurrency} stream(s), up to {r.context:,} tokens, {drafts}"
     )
     console.print_table("Memory of one card", ("what", "GB", "from"), memory_rows(plan))
@@ -251,7 +274,13 @@ def show(plan: Plan) -> None:
     console.print_table("Flags and variables", ("flag", "value", "why"), rows)
     header = ("streams", "ceiling, tok/s", "step, ms", "with NCCL", "best published", "by")
     sums = f"all-reduces as {r.profile} has them" if r.sums_us else "all-reduces"
-    title = f"Speed without speculation (ceiling: every byte once at 1.79 TB/s, then {sums}; nobody reaches it)"
+    rate = (
+        f"{r.card.bytes_per_s / 1e12:.3g} TB/s"
+        if r.card.bytes_per_s >= 1e12
+        else f"{r.card.bytes_per_s / 1e9:.0f} GB/s"
+    )
+    sums += f" over {r.link.name}" if r.nodes > 1 else ""
+    title = f"Speed without speculation (ceiling: every byte once at {rate}, then {sums}; nobody reaches it)"
     console.print_table(title, header, speed_rows(plan))
     if drafts := draft_rows(plan):
         title = f"Drafts of the MTP block at {r.concurrency} stream(s), by bytes as above: from which share of right "
@@ -259,9 +288,16 @@ def show(plan: Plan) -> None:
         console.print_table(title, ("drafts", "rows", "step, ms", "pays from", "accept len"), drafts)
     for note in plan.notes:
         console.say(f"\nNote: {note}.")
-    docker = launch.docker_line(plan) or f"no image of SGLang {r.sglang} is known; give --sglang a release"
-    console.say(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {docker}")
+    for number, one in enumerate(_of_hosts(plan)):
+        docker = launch.docker_line(one) or f"no image of SGLang {r.sglang} is known; give --sglang a release"
+        on = f" on host {number}" if r.nodes > 1 else ""
+        console.say(f"\nWith SGLang installed{on}:\n  {launch.launch_line(one)}\n\nWith Docker{on}:\n  {docker}")
     console.say(f"\n{launch.OTHERS}.")
+
+
+def _of_hosts(plan: Plan) -> list[Plan]:
+    """One for each host that starts it."""
+    return [plan if plan.request.nodes == 1 else hosts.of_host(plan, rank) for rank in range(plan.request.nodes)]
 
 
 def verdict(plan: Plan) -> str:
@@ -280,7 +316,8 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     pools = plan.pools
     wo_a = "wo_a in bf16 as SGLang holds it on SM120" if r.wo_a_bf16 else "wo_a in FP8 as it is stored"
     twice = "; what is compared twice" if r.shadow else ""
-    at_start = "estimate: CUDA's context, NCCL, and what the driver keeps"
+    kept = "the system and what runs there" if r.card.is_hosts else "what the driver keeps"
+    at_start = f"estimate: CUDA's context, NCCL, and {kept}"
     rows = [("taken in front of the weights", plan.card_bytes - plan.free_bytes, at_start)]
     rows.append(("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}; RoPE's tables"))
     rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
@@ -309,11 +346,14 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
                 *(r.model, r.gpus, streams, context),
                 wo_a_bf16=r.wo_a_bf16,
                 fast=name == "ours",
-                measured=r.sums_us.get(name) if is_flash else None,
+                measured=r.sums_us.get(name) if is_flash and r.nodes == 1 else None,
+                card=r.card,
+                link=r.link,
             )
             for name in SUMMED_BY
         )
-        is_published = is_flash and r.model.expert_format == models.FP4
+        is_published = is_flash and r.model.expert_format == models.FP4 and r.card is kinds.PRO
+        is_published = is_published and r.nodes == 1
         best = roofline.PUBLISHED.get((r.gpus, streams)) if is_published else None
         cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
         rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))
@@ -341,7 +381,7 @@ def why_not(plan: Plan) -> str:
     r = plan.request
     card = plan.free_bytes / 1e9
     scratch = (plan.pools.fixed_bytes + sum(x.bytes for x in plan.reserves)) / 1e9
-    if plan.weights > launch.memory.MOST_FRACTION * card * 1e9:
+    if plan.weights > r.card.most_fraction * card * 1e9:
         reason = f"{plan.weights / 1e9:.1f} GB of weights on a card with {card:.1f} GB for them"
     elif plan.weights / 1e9 + scratch > card:
         reason = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
-from deepseek_v4_sm120.commands.plan import choices, memory, roofline
+from deepseek_v4_sm120.commands.plan import cards, choices, hosts, memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, advise, refuse_if_unsafe
@@ -21,7 +21,7 @@ from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 TPS = (1, 2, 4, 8)
-REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label, RTX PRO 6000
+REPORTED_PER_GB = cards.PRO.mib_per_gb  # MiB that the driver reports per GB of the label
 CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
 DECODE_SHARE, MOST_INTERVAL = 0.3, 32  # of the time while a long prompt is read; steps for it
 STEP = 0.01  # of --mem-fraction-static
@@ -45,15 +45,18 @@ def check(request: Request) -> None:
     m = request.model
     if request.gpus < 1:
         raise CommandError(f"--gpus must be at least 1, got {request.gpus}")
-    if request.gpus not in TPS or m.heads % request.gpus or m.o_groups % request.gpus:
-        usable = [tp for tp in TPS if m.heads % tp == 0 and m.o_groups % tp == 0]
+    usable = [tp for tp in TPS if m.heads % tp == 0 and m.o_groups % tp == 0]
+    if request.gpus not in usable and request.nodes > 1:
+        of = f"--gpus {request.gpus_of_host} on each of --nodes {request.nodes} are {request.gpus} cards"
+        raise CommandError(f"{of}; {m.name} divides into {usable} ranks")
+    if request.gpus not in usable:
         near = max([tp for tp in usable if tp <= request.gpus], default=usable[0])
         raise CommandError(f"--gpus {request.gpus}: {m.name} divides into {usable} ranks; take {near} of the cards")
     if not 1024 <= request.context <= m.max_context:
         raise CommandError(f"--context must be 1024 to {m.max_context} tokens for this model, got {request.context}")
     if not 1 <= request.concurrency <= MOST_STREAMS:
         raise CommandError(f"--concurrency must be 1 to {MOST_STREAMS}, got {request.concurrency}")
-    check_memory(request.memory_mib / REPORTED_PER_GB)
+    check_memory(request.memory_mib / request.card.mib_per_gb)
     if request.version < (0, 5, 12):
         raise CommandError(f"SGLang {request.sglang} does not have this model; take 0.5.17 or newer")
     if request.version >= (0, 6):
@@ -110,7 +113,8 @@ def _best(plans: list[Plan]) -> Plan:
 
 def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Plan:
     m, tp, version = request.model, request.gpus, request.version
-    free, drafts = memory.free_at_start(request.memory_mib * (1 << 20)), request.rows > 0
+    free, drafts = request.card.free_at_start(request.memory_mib * (1 << 20)), request.rows > 0
+    most = request.card.most_fraction
     is_behind = drafts and version < memory.DRAFTER_FIRST_SINCE
     weights = _weights(request, drafts and not is_behind)
     has_own = drafts and not is_behind and request.speculation.algorithm == EAGLE
@@ -123,18 +127,18 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         context=request.context,
         chunk=chunk,
         rows=request.most_rows,
-        replaced=request.replaced,
+        replaced=[op for op in request.replaced if op != "all_reduce" or request.sums_are_ours],
         drafts=request.has_draft_head,
         captured=prefill_graphs.captured_rows(captured) if captured else (),
         halved=request.halved(captured),
         shadow=request.shadow is not None,
         drafter_behind=_weights(request, True) - weights if is_behind else 0.0,
         requests=request.concurrency,
-        tokens=pools.tokens(memory.MOST_FRACTION * free - weights - given_back),
+        tokens=pools.tokens(most * free - weights - given_back),
     )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves) - given_back
     fraction = math.floor((1 - outside / max(free, 1.0)) / STEP) * STEP
-    fraction = round(max(0.0, min(memory.MOST_FRACTION, fraction)), 2)  # as it is given to the server
+    fraction = round(max(0.0, min(most, fraction)), 2)  # as it is given to the server
     room = fraction * free - weights - given_back
     if request.may_keep_prefixes:
         short = memory.static_off_by(weights, fraction) / pools.token_bytes  # of tokens, as many as may be
@@ -155,16 +159,20 @@ def _weights(request: Request, drafts: bool) -> float:
     return weights
 
 
-def _prefill_rate(gpus: int) -> float:
-    return roofline.PUBLISHED_PREFILL.get(gpus, roofline.PUBLISHED_PREFILL[4])[0]
+def _prefill_rate(request: Request) -> float:
+    rates = request.card.prefill_per_s or roofline.PUBLISHED_PREFILL
+    return rates.get(request.gpus, rates[max(rates)])[0]
 
 
 def _decode_of_chunk(request: Request, chunk: int) -> float:
     """How many of a chunk's times a decode step takes, as far as published rates tell."""
     ideal = roofline.step_seconds(
-        request.model, request.gpus, request.concurrency, request.context // 4, wo_a_bf16=request.wo_a_bf16
+        *(request.model, request.gpus, request.concurrency, request.context // 4),
+        wo_a_bf16=request.wo_a_bf16,
+        card=request.card,
+        link=request.link,
     )
-    return roofline.TYPICAL_OVER_IDEAL * ideal * _prefill_rate(request.gpus) / chunk
+    return roofline.TYPICAL_OVER_IDEAL * ideal * _prefill_rate(request) / chunk
 
 
 def _interval(request: Request, chunk: int) -> int:
@@ -202,6 +210,7 @@ def _flags(plan: Plan) -> None:
     add(Flag("--tool-call-parser", "deepseekv4", "tool calls as calls, not as markup"))
     add(Flag("--enable-metrics", "", "for `doctor --url`"))
     _interleaving(plan)
+    plan.flags += hosts.flags(r)
     env = plan.environment.append
     env(Flag("PYTHONPATH", MOUNT, "our folder, in every process of the server"))
     env(Flag("DSV4_SM120_REPORT", "/tmp/dsv4", "what each process applied, for `status` and `doctor`"))
@@ -216,6 +225,7 @@ def _flags(plan: Plan) -> None:
         env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
         env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
+    plan.environment += hosts.environment(r)
     plan.environment += [Flag(*item, "as in your environment: the plan is for these cards") for item in r.cards.items()]
     _notes(plan)
 
@@ -240,7 +250,7 @@ def _speculation(plan: Plan) -> None:
 def _chunk_reason(plan: Plan) -> str:
     if plan.request.concurrency == 1:
         return "one stream: nobody waits for a chunk"
-    seconds = plan.chunk / _prefill_rate(plan.request.gpus)
+    seconds = plan.chunk / _prefill_rate(plan.request)
     return f"about {seconds:.1f} s at published rates: the longest that other streams wait"
 
 
@@ -276,7 +286,7 @@ def _interleaving(plan: Plan) -> None:
 
 def _notes(plan: Plan) -> None:
     r = plan.request
-    plan.notes += unsafe(r)
+    plan.notes += [*unsafe(r), *hosts.notes(r)]
     if r.speculation is not None and r.speculation.algorithm == DSPARK:
         plan.notes.append(
             "with our operators DSPARK has run in engines with random weights alone (docs/features.md): let the gate "
@@ -313,13 +323,13 @@ def _notes(plan: Plan) -> None:
             if r.has_draft_head
             else f"each guess reads the whole head in bf16; DSV4_SM120_SET={DRAFT_HEAD}=on gives drafts {copy}"
         )
-    if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
+    if r.gpus > 2 and r.nodes == 1 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
             "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"
         )
     plan.notes += choices.in_vain(r)
-    if r.gpus > 1 and "all_reduce" in r.replaced and r.most_rows > all_reduce_sizes.MAX_ROWS:
+    if r.gpus > 1 and r.sums_are_ours and r.most_rows > all_reduce_sizes.MAX_ROWS:
         plan.notes.append(
             f"steps of {r.most_rows} rows are more than all_reduce takes ({all_reduce_sizes.MAX_ROWS}): the sums "
             "between the cards will be NCCL's, as in the column of the ceilings"
@@ -364,10 +374,12 @@ def docker_line(plan: Plan, port: int = 30000) -> str | None:
         folder = shlex.quote(str(_with_its_links(model)))
         mounts.append(mount(folder, folder))
         arguments = [str(model) if word == plan.request.model.path else word for word in arguments]
-    words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *arguments]
-    cards = f"""'"device={plan.request.given}"'""" if plan.request.given else "all"
+    listens = "0.0.0.0" if plan.request.nodes == 1 else LOOPBACK  # there the host's own network
+    words = ["python3", "-m", "sglang.launch_server", "--host", listens, "--port", str(port), *arguments]
+    given = f"""'"device={plan.request.given}"'""" if plan.request.given else "all"
+    network = f"-p {LOOPBACK}:{port}:{port}" if plan.request.nodes == 1 else hosts.DOCKER
     return (
-        f"docker run --rm --gpus {cards} --ipc=host -p {LOOPBACK}:{port}:{port} --ulimit memlock=-1 "
+        f"docker run --rm --gpus {given} --ipc=host {network} --ulimit memlock=-1 "
         f"-v ~/.cache/huggingface:/root/.cache/huggingface {facts.volumes(facts.cache_folders({}, HOME))} "
         f"{' '.join(mounts)} {env} {plan.request.image} {shlex.join(words)}"
     )

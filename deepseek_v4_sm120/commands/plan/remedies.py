@@ -22,9 +22,9 @@ def remedies(request: Request) -> list[str]:
 
 
 def _one_by_one(r: Request) -> Iterator[str]:
-    found = next((tp for tp in TPS if tp > r.gpus and _fits(r, gpus=tp)), None)
+    found = next((tp for tp in TPS if tp > r.gpus and _fits(r, **_of(r, tp))), None)
     if found:
-        yield f"{found} cards"
+        yield _cards(r, found)
     found = next((n for n in _halved(r.context, LEAST_CONTEXT) if _fits(r, context=n)), None)
     if found:
         yield f"--context {found}"
@@ -48,13 +48,23 @@ def _at_once(r: Request) -> Iterator[str]:
         contexts, streams = [r.context, *_halved(r.context, LEAST_CONTEXT)], [r.concurrency, *_halved(r.concurrency, 1)]
         pairs = sorted((i + j, i, j) for i in range(len(contexts)) for j in range(len(streams)))
         for _, i, j in pairs:
-            if _fits(r, gpus=tp, context=contexts[i], concurrency=streams[j]):
-                words = [f"{tp} cards"] * (tp > r.gpus)
+            if _fits(r, **_of(r, tp), context=contexts[i], concurrency=streams[j]):
+                words = [_cards(r, tp)] * (tp > r.gpus)
                 words += [f"--context {contexts[i]}"] * (i > 0) + [f"--concurrency {streams[j]}"] * (j > 0)
                 yield " with ".join(words[:2]) + "".join(f" and {word}" for word in words[2:])
                 return
     if (with_fp4 := _with_fp4(r)) is not None:
         yield from (f"{FP4_CHECKPOINT} on {found}" for found in remedies(with_fp4)[:1])
+
+
+def _of(r: Request, cards: int) -> dict[str, int]:
+    """So many cards: in more hosts where these are several, or have no place for another."""
+    grows = r.nodes > 1 or r.card.is_hosts
+    return {"gpus": cards, "nodes": cards // r.gpus_of_host} if grows else {"gpus": cards}
+
+
+def _cards(r: Request, cards: int) -> str:
+    return f"--nodes {cards // r.gpus_of_host}" if "nodes" in _of(r, cards) else f"{cards} cards"
 
 
 def _with_fp4(r: Request) -> Request | None:

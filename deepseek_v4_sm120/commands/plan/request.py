@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.plan import memory, roofline
+from deepseek_v4_sm120.commands.plan.cards import NETWORK, PCIE, PRO, Card, Link
 from deepseek_v4_sm120.commands.plan.models import Model
 from deepseek_v4_sm120.commands.speculation import EAGLE, TEXT, Speculation
 from deepseek_v4_sm120.ops import all_reduce_sizes
@@ -45,11 +46,28 @@ class Request:
     off: bool = False  # DSV4_SM120=off: nothing is replaced
     shadow: str | None = None  # DSV4_SM120_SHADOW: SGLang's own run beside ours, and hold their weights
     cards: Mapping[str, str] = field(default_factory=dict)  # the variables by which CUDA takes these and no others
+    card: Card = PRO
+    nodes: int = 1  # hosts, of which each has as many of the cards
+    address: str | None = None  # of the first one, and the port by which they find each other
+    interface: str | None = None  # of the network between them, by its name
     given: str = ""  # what Docker was told of cards for the container that this runs in, where those are not all
 
     @property
     def version(self) -> memory.Version:
         return tuple(map(int, re.match(r"(\d+)\.(\d+)\.(\d+)", self.sglang).groups()))
+
+    @property
+    def gpus_of_host(self) -> int:
+        return self.gpus // self.nodes
+
+    @property
+    def link(self) -> Link:
+        """Between the cards."""
+        return PCIE if self.nodes == 1 else NETWORK
+
+    @property
+    def sums_are_ours(self) -> bool:
+        return self.nodes == 1 and "all_reduce" in self.replaced
 
     @property
     def image(self) -> str | None:
@@ -94,7 +112,8 @@ class Request:
         context = min(self.context, roofline.CONTEXT)
         head_bytes = memory.DRAFT_HEAD_VALUE if draft_head else 2.0
         sizes = self.model, self.gpus, self.concurrency, context, drafts
-        return roofline.speculating_seconds(*sizes, wo_a_bf16=self.wo_a_bf16, head_bytes=head_bytes)
+        speeds = {"card": self.card, "link": self.link}
+        return roofline.speculating_seconds(*sizes, wo_a_bf16=self.wo_a_bf16, head_bytes=head_bytes, **speeds)
 
     @property
     def may_keep_prefixes(self) -> bool:
@@ -108,7 +127,7 @@ class Request:
         drafts alone, which are in no graph then."""
         since = PREFILL_GRAPHS_SINCE if self.speculation is None else WITH_MTP_SINCE
         has_others = self.speculation is not None and self.speculation.algorithm != EAGLE
-        if self.version < since or has_others or "index_select" not in self.replaced:
+        if self.version < since or has_others or self.nodes > 1 or "index_select" not in self.replaced:
             return (0,)
         if self.prefill_graphs is not None:
             return (self.prefill_graphs,)
@@ -121,7 +140,7 @@ class Request:
         """Whether something keeps all passes of a prompt's rows whole."""
         has_one_order = self.is_reproducible and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
         compares = self.off or self.shadow is not None
-        return self.gpus == 1 or compares or has_one_order or asks_for(self.also_set, DEALT_STREAMS)
+        return self.gpus == 1 or self.nodes > 1 or compares or has_one_order or asks_for(self.also_set, DEALT_STREAMS)
 
     @property
     def may_halve(self) -> bool:
@@ -185,7 +204,7 @@ class Plan:
     @property
     def free_bytes(self) -> float:
         """What is free when SGLang takes its fraction, in front of the weights."""
-        return memory.free_at_start(self.card_bytes)
+        return self.request.card.free_at_start(self.card_bytes)
 
     @property
     def card_bytes(self) -> int:

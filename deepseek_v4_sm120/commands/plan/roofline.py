@@ -1,8 +1,8 @@
 """The least time of a decode step: every byte once at the card's bandwidth, all-reduces beside it. Never a promise.
 Of a speculating one the same, and how many guesses must be right for one more draft to pay.
 
-RTX PRO 6000: 1.79 TB/s, PCIe 5.0 x16. Latencies of an all-reduce are what `calibrate` measured, where a profile has
-them, else assumptions (a public one-shot kernel on PCIe cards; NCCL). Published figures are other people's, on their
+Cards and links: cards.py. Latencies of an all-reduce are what `calibrate` measured, where a profile has them, else
+assumptions (a public one-shot kernel on PCIe cards; NCCL; a network's). Published figures are other people's, on their
 cards, with their prompts.
 """
 
@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepseek_v4_sm120.commands.plan import memory
+from deepseek_v4_sm120.commands.plan.cards import PCIE, PRO, Card, Link
 from deepseek_v4_sm120.commands.plan.models import Model
 
-BYTES_PER_S = 1.79e12
-LINK_BYTES_PER_S = 50e9
-FAST_ALL_REDUCE_S = {2: 5e-6, 4: 7e-6, 8: 11e-6}
-NCCL_ALL_REDUCE_S = {2: 15e-6, 4: 21e-6, 8: 30e-6}
 # model.md section 19: measured step over ideal step, the better engines
 TYPICAL_OVER_IDEAL = 2.0
 CONTEXT = 8192  # tokens behind which a step is told, at most
@@ -66,7 +63,13 @@ def step_bytes(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool, 
 
 
 def all_reduce_seconds(
-    m: Model, tp: int, tokens: int, fast: bool, measured: Mapping[int, float] | None = None, layers: int | None = None
+    m: Model,
+    tp: int,
+    tokens: int,
+    fast: bool,
+    measured: Mapping[int, float] | None = None,
+    layers: int | None = None,
+    link: Link = PCIE,
 ) -> float:
     """Of one step: two per layer and one for the embedding. measured: rows -> microseconds of one."""
     if tp == 1:
@@ -76,8 +79,8 @@ def all_reduce_seconds(
     if known:
         return sums * known[0] * 1e-6
     size = tokens * m.hidden * 2
-    ring = NCCL_ALL_REDUCE_S[tp] + 2 * (tp - 1) / tp * size / LINK_BYTES_PER_S
-    one_shot = FAST_ALL_REDUCE_S[tp] + (tp - 1) * size / LINK_BYTES_PER_S
+    ring = link.nccl_s[tp] + 2 * (tp - 1) / tp * size / link.bytes_per_s
+    one_shot = link.fast_s[tp] + (tp - 1) * size / link.bytes_per_s
     return sums * (min(one_shot, ring) if fast else ring)
 
 
@@ -90,25 +93,36 @@ def step_seconds(
     wo_a_bf16: bool,
     fast: bool = True,
     measured: Mapping[int, float] | None = None,
+    card: Card = PRO,
+    link: Link = PCIE,
 ) -> float:
     """The least time of a step."""
-    read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16) / BYTES_PER_S
-    return read + all_reduce_seconds(m, tp, batch, fast, measured)
+    read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16) / card.bytes_per_s
+    return read + all_reduce_seconds(m, tp, batch, fast, measured, link=link)
 
 
 def speculating_seconds(
-    m: Model, tp: int, batch: int, context: int, drafts: int, *, wo_a_bf16: bool, head_bytes: float = 2.0
+    m: Model,
+    tp: int,
+    batch: int,
+    context: int,
+    drafts: int,
+    *,
+    wo_a_bf16: bool,
+    head_bytes: float = 2.0,
+    card: Card = PRO,
+    link: Link = PCIE,
 ) -> float:
     """The least time of a step of EAGLE: a verification of drafts + 1 rows a request, the MTP block behind it over all
     those rows, then over one row a request for each further draft; each draft reads the head, of head_bytes a value."""
     rows = drafts + 1
     read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16, rows=rows)
-    seconds = all_reduce_seconds(m, tp, batch * rows, True)
+    seconds = all_reduce_seconds(m, tp, batch * rows, True, link=link)
     for pass_rows in [batch * rows, *[batch] * (drafts - 1)][:drafts]:
         read += layer_bytes(m, tp, 0, pass_rows, wo_a_bf16) + 2 * memory.square_bytes(m)
         read += head_bytes * m.vocab * m.hidden / tp + batch * min(m.window, context) * memory.KV_TOKEN_BYTES
-        seconds += all_reduce_seconds(m, tp, pass_rows, True, layers=1)
-    return read / BYTES_PER_S + seconds
+        seconds += all_reduce_seconds(m, tp, pass_rows, True, layers=1, link=link)
+    return read / card.bytes_per_s + seconds
 
 
 def pays_from(slower: float, drafts: int) -> float | None:

@@ -23,7 +23,7 @@ from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.http_get import get
 from deepseek_v4_sm120.commands.ending import Terminated, as_interrupts
-from deepseek_v4_sm120.commands.plan import choices, launch
+from deepseek_v4_sm120.commands.plan import choices, hosts, launch
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan.request import Plan
 from deepseek_v4_sm120.settings import REPORT, read_choices
@@ -34,6 +34,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # by which SGLang takes other cards than the first ones, or other weights
 OTHER_CARDS = {"--base-gpu-id", "--gpu-id-step", "--model-path", "--model", "--cpu-offload-gb", "--tp-size", "--tp"}
 OTHER_CARDS |= {"--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"}
+OF_HOSTS = {"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"}
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
 OTHER_DRAFTER = "--speculative-draft-model"  # with -path, too: weights of another folder
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_command.add_request_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on (default: 30000)")
+    parser.add_argument("--node-rank", type=int, help="with --nodes: this host's number, 0 for the first")
     parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
 
 
@@ -82,9 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
     """arguments.extra: what stands behind --."""
     extra = arguments.extra
     host, port = _address(arguments.host, str(arguments.port), "")
+    check_hosts(arguments, extra)
     plan = launch.make(plan_command.request_of(arguments))
     if not plan.fits:
         raise CommandError(plan_command.why_not(plan))
+    if arguments.nodes > 1:
+        plan = hosts.of_host(plan, arguments.node_rank)
     words, dropped = command_line(plan, host, port, extra)
     own_host, own_port = _last(extra, "--host"), _last(extra, "--port")  # they win, so that is where it will answer
     host = host if own_host is None else own_host
@@ -107,6 +112,26 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"[serve] nobody outside of this container reaches {host}: --host 0.0.0.0 listens for all")
     is_secure = _last(extra, "--ssl-certfile") is not None
     return supervise(words, {**os.environ, **added}, _url(host, port, "https" if is_secure else "http"))
+
+
+def check_hosts(arguments: argparse.Namespace, extra: list[str]) -> None:
+    """CommandError where a server of several hosts is asked for in a way that its plan would be of another one."""
+    own = {word.partition("=")[0] for word in extra}
+    if said := own.intersection(OF_HOSTS):
+        raise CommandError(
+            f"{', '.join(sorted(said))} behind --: a plan is for so many hosts; say in front of it "
+            "--gpus <cards of one host> --nodes N --node-rank K --dist-init-addr <first host>:PORT"
+        )
+    if arguments.nodes == 1:
+        if arguments.node_rank is not None:
+            raise CommandError("--node-rank is for several hosts: --nodes")
+        return
+    if arguments.node_rank is None or not 0 <= arguments.node_rank < arguments.nodes:
+        raise CommandError(
+            f"--nodes {arguments.nodes} wants this host's number: --node-rank 0 to {arguments.nodes - 1}"
+        )
+    if arguments.dist_init_addr is None:
+        raise CommandError(f"--nodes {arguments.nodes} wants --dist-init-addr: the first host's address and a port")
 
 
 def _address(host: str, port: str, where: str) -> tuple[str, int]:
@@ -189,7 +214,11 @@ def taken(plan: Plan) -> list[str]:
     """A sentence for each card of the plan that has no room for its weights now, as beside another server; of several
     kinds CUDA has an order of its own."""
     gpus, needed = nvidia_smi.read(facts.run_command).gpus, plan.weights / (1 << 20)
-    cards = plan_command.cards(gpus, os.environ)[: plan.request.gpus] if len({gpu.name for gpu in gpus}) == 1 else []
+    cards = (
+        plan_command.cards(gpus, os.environ)[: plan.request.gpus_of_host]
+        if len({gpu.name for gpu in gpus}) == 1
+        else []
+    )
     return [
         f"GPU {gpu.index} has {gpu.memory_free} of {gpu.memory_total} MiB free, for {needed:.0f}"
         f" of weights: is another server on it, or one that just ends? {visible.VISIBLE} chooses others"

@@ -45,13 +45,12 @@ from deepseek_v4_sm120.patching import lifetime, report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import all_reduce_ahead, device_gate, models_served, several_hosts, shadow
 from deepseek_v4_sm120.sglang_patches.all_reduce_ahead import PATCH
-from deepseek_v4_sm120.sglang_patches.names import PARALLEL_STATE
+from deepseek_v4_sm120.sglang_patches.names import CONTEXT, PARALLEL_STATE, SERVER_ARGS
 from deepseek_v4_sm120.specs import bounds
 
 GATHER = "all_gather"  # in shadow mode, which has a line for it
 DEALT = "dealt_products"
 TAKE_AWAY = "what it says, where that is one's own choice"
-CONTEXT, SERVER_ARGS = "sglang.srt.runtime_context", "sglang.srt.server_args"
 _without_peers: set[int] = set()  # ranks between which no object of SGLang's may sum
 _found_ahead: dict = {}  # a group -> what its ranks have found out in front of NCCL's start
 

@@ -26,7 +26,7 @@ from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.patching.steering import ON, USER
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+from deepseek_v4_sm120.sglang_patches import device_gate, host_address, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
 from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
 from deepseek_v4_sm120.sglang_patches.names import RUST_FRONT, WITHOUT_FRONT
@@ -143,6 +143,7 @@ def replace_adjustments(original: Callable) -> Callable:
     def handle_model_specific_adjustments(server_args):
         models_served.forget()
         report.forget_notes()
+        host_address.forget(os.environ)
         engine = patching.active_engine()
         if engine is None:
             return original(server_args)
@@ -188,6 +189,8 @@ def replace_apply_defaults(original: Callable) -> Callable:
             if has_rust_front() and not other:
                 report.add_note(RUST_FRONT, lambda: f"{RUST_FRONT}: {WITHOUT_FRONT}")
                 report.warn(f"deepseek_v4_sm120: {RUST_FRONT}: {WITHOUT_FRONT}")
+            if not other and (address := host_address.tell(read, os.environ)) is not None:
+                report.info(f"deepseek_v4_sm120: other hosts reach this one at {address} ({host_address.VARIABLES[0]})")
             if told := extension.stale():
                 report.warn(f"deepseek_v4_sm120: {told}")
             if others := engine.profile.of_other_cards(read("tp_size", None)):

@@ -23,11 +23,11 @@ from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 def replace_available_memory(original: Callable) -> Callable:
     """For get_available_gpu_memory(device, gpu_id, ...), as DSPARK's worker and its sampler know it: both ask once, on
-    every card. A host without us would not take part, so not with several."""
+    every card. A host without us would not take part, so with several where all have us alike (several_hosts.py)."""
 
     @functools.wraps(original)
     def get_available_gpu_memory(device, gpu_id, **given):
-        if given or not is_ours() or models_served.has_several_hosts():
+        if given or not is_ours() or models_served.may_have_unlike_hosts():
             return original(device, gpu_id, **given)
         cards = importlib.import_module(PARALLEL_STATE).get_tp_group()
         return original(device, gpu_id, distributed=cards.world_size > 1, cpu_group=cards.cpu_group)

@@ -13,7 +13,8 @@ SGLang's own switch (SYNC_TOKEN_IDS_ACROSS_TP) is for all batches, and takes the
 the log-probabilities that were taken before know nothing. Here the first card's token is taken, whose
 log-probabilities are the ones that are told.
 
-With several hosts (--nnodes) nothing is sent here: the cards of a host that lacks this folder would not take it.
+With several hosts (--nnodes) it is sent where all have us alike (several_hosts.py): the cards of one that lacks this
+folder would not take it.
 
 Where --attn-cp-size stands beside data parallel attention, several cards have one batch, and SGLang's group for tokens
 is that of a batch's heads alone. So the token goes round those that share the prompts' rows as well. Not so with
@@ -40,7 +41,7 @@ def replace_sync_token_ids(original: Callable) -> Callable:
     @functools.wraps(original)
     def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
         is_asked = sampling_info.need_min_p_sampling and not sampling_info.is_all_greedy
-        if is_asked and is_ours() and not models_served.has_several_hosts():
+        if is_asked and is_ours() and not models_served.may_have_unlike_hosts():
             for group in _groups(self.tp_sync_group):
                 first = torch.distributed.get_global_rank(group, 0)
                 torch.distributed.broadcast(batch_next_token_ids, src=first, group=group)

@@ -7,7 +7,8 @@ workstations), it waits for ever: no line, no limit of time, and the watchdog is
 
 The probe of our sums finds out the same, with an end to each wait, so it is asked in front: where peers fail, NCCL is
 told to leave them, unless the user has said anything of that. Where there is no probe, the wait is left as it is, and
-said once, by the first rank.
+said once, by the first rank. So it is between several hosts, where the way is a network that NCCL has chosen, at times
+one that does not lead to the others (Wi-Fi, Docker's).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import all_reduce
 
-PATIENCE_S = 60.0  # NCCL's start on two to eight cards of a host takes one to some seconds
+PATIENCE_S = 60.0  # NCCL's start on two to eight cards takes one to some seconds; hosts have found each other by then
 
 
 def replace_init(original: Callable) -> Callable:
@@ -34,11 +35,12 @@ def replace_init(original: Callable) -> Callable:
     def __init__(self, group, device, *args, **kwargs):
         if not _is_ours(group):
             return original(self, group, device, *args, **kwargs)
-        is_first = torch.distributed.get_rank(group) == 0
-        _leave_peers_that_fail(group, device, is_first)
+        is_first, has_others = torch.distributed.get_rank(group) == 0, models_served.has_several_hosts()
+        if not has_others:
+            _leave_peers_that_fail(group, device, is_first)
         if not is_first:
             return original(self, group, device, *args, **kwargs)
-        teller = threading.Timer(PATIENCE_S, _tell)
+        teller = threading.Timer(PATIENCE_S, _tell_of_hosts if has_others else _tell)
         teller.daemon = True
         teller.start()
         try:
@@ -50,12 +52,8 @@ def replace_init(original: Callable) -> Callable:
 
 
 def _is_ours(group) -> bool:
-    """In our own model's server on cards that we serve; other hosts are waited for longer, and for other reasons."""
-    return (
-        models_served.has_served_card()
-        and not models_served.has_several_hosts()
-        and isinstance(group, torch.distributed.ProcessGroup)  # not one that a trainer's process is in
-    )
+    """In our own model's server on cards that we serve; not a group that a trainer's process is in."""
+    return models_served.has_served_card() and isinstance(group, torch.distributed.ProcessGroup)
 
 
 def _leave_peers_that_fail(group, device, is_first: bool) -> None:
@@ -71,6 +69,15 @@ def _leave_peers_that_fail(group, device, is_first: bool) -> None:
             f"would wait for ever or sum wrong: it goes by host memory, as with {NCCL_P2P}=1, prompts slower for it "
             f"(with {NCCL_P2P}=0 it goes by peers all the same). To have them work: {REMEDY}"
         )
+
+
+def _tell_of_hosts() -> None:
+    report.warn(
+        f"deepseek_v4_sm120: NCCL's first sum between the hosts has not come back for {PATIENCE_S:.0f} s. Where it "
+        "never does, it has taken a network that does not lead to the others: NCCL_SOCKET_IFNAME and "
+        "GLOO_SOCKET_IFNAME name the interface, NCCL_IB_HCA the devices, on each host; `doctor` looks at them, and "
+        "NCCL_DEBUG=INFO says what it took"
+    )
 
 
 def _tell() -> None:

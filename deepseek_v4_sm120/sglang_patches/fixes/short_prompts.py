@@ -11,8 +11,9 @@ Who does not fit waits as before, is not cut (SGLang can have one prompt in chun
 was let in after all (no slot, no room), chunks are whole again until the queue is another, or what runs has another
 size.
 
-Cards decide alike: by the queue and by what SGLang's prefix cache holds. Not with several hosts, of which one may be
-without us, nor with pipeline parallelism, LoRA, chunks of aligned lengths, or without a prefix cache.
+Cards decide alike: by the queue and by what SGLang's prefix cache holds. Not with several hosts, unless all
+have us alike (several_hosts.py), nor with pipeline parallelism, LoRA, chunks of aligned lengths, or without a prefix
+cache.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _may_share(scheduler) -> bool:
         return False
     has_no_prefixes = getattr(scheduler.tree_cache, "disable", True)
     others = scheduler.enable_lora, scheduler.truncation_align_size, has_no_prefixes
-    return not any(others) and scheduler.pp_group.world_size == 1 and not models_served.has_several_hosts()
+    return not any(others) and scheduler.pp_group.world_size == 1 and not models_served.may_have_unlike_hosts()
 
 
 def replace_add_chunk(original: Callable) -> Callable:

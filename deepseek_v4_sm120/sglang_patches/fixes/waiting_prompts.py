@@ -9,7 +9,7 @@ Here a prompt for which there was no room is tried again a step later for each 8
 a request of those that run has ended, or the head of the queue is another: some 1% of the time that reading it takes.
 Nobody behind it is let in meanwhile by SGLang either; so not where the head is passed by: with priorities, another
 policy than the queue's order, LoRA, or a storage behind a hierarchical cache. Cards decide alike. Not with several
-hosts, of which one may be without us, nor with pipeline parallelism.
+hosts, unless all have us alike (several_hosts.py), nor with pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ def _may_wait(scheduler, running_batch) -> bool:
     stores = scheduler.enable_hicache_storage or getattr(scheduler, "enable_lmcache", False)
     is_passed_by = scheduler.enable_priority_scheduling or scheduler.enable_lora or stores
     in_order = scheduler.schedule_policy == "fcfs" and not is_passed_by
-    return in_order and scheduler.pp_group.world_size == 1 and not models_served.has_several_hosts() and is_ours()
+    return in_order and scheduler.pp_group.world_size == 1 and not models_served.may_have_unlike_hosts() and is_ours()
