@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,13 +111,13 @@ print("goes on")
 
 
 @pytest.mark.parametrize("has_us", [True, False])
-def test_processes_find_each_other_and_one_without_us_goes_on_beside(has_us):
+def test_processes_find_each_other_and_one_without_us_goes_on_beside(has_us, torch_python):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), place, str(has_us)],
+            [*torch_python(), "-c", RANK, str(rank), place, str(has_us)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
