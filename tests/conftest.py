@@ -28,6 +28,17 @@ LONGEST = (
     *("emulator/test_watch.py", "emulator/test_cards.py", "patching/test_wheel_slots.py"),
 )
 
+# In one process, for what one of them has started or found the others need as well: what is imported of a release, what
+# is parsed and found in its files.
+TOGETHER = (
+    ("patching/test_start.py", "patching/test_several_servers.py", "patching/test_other_models.py"),
+    (
+        *("patching/test_wheels.py", "patching/test_known_files.py", "patching/test_host_version.py"),
+        *("patching/test_ledger.py", "patching/test_reads.py", "patching/test_table.py"),
+        *("patching/test_wheel_attributes.py", "patching/test_shared_reads.py", "patching/test_unparsable.py"),
+    ),
+)
+
 # Syntax trees, and what torch and pytest hold, are millions of objects that live long: at the usual threshold, 700,
 # most of the time in which a wheel is parsed goes to looking through them again and again.
 gc.set_threshold(200_000, 20, 20)
@@ -49,8 +60,11 @@ def cuda_problem() -> str | None:
 
 
 def pytest_collection_modifyitems(items):
+    first = {REPO / "tests" / name: REPO / "tests" / names[0] for names in TOGETHER for name in names}
     places = {REPO / "tests" / name: at for at, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+    for item in items:
+        item.together = first.get(item.path, item.path)  # for forks.py
+    items.sort(key=lambda item: places.get(item.together, len(LONGEST)))
 
 
 def pytest_collection_finish(session):

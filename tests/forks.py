@@ -1,10 +1,10 @@
 """A run of tests in several processes, which are forks of the one that collected them: `-p tests.forks --forks N`.
 
 pytest-xdist's processes import and collect all tests each, for which this suite's take ten seconds of a processor. Here
-that is done once, and each fork has what was imported. A file's tests stay in one process, and files begin in the order
-of the collection. Each process takes the next file when it comes to the last test of the one before, and sends reports;
-this one hands them on to pytest as if it had run the tests. Of a process that ends early the tests that it did not
-finish have failed.
+that is done once, and each fork has what was imported. A file's tests stay in one process, those of several files too
+where these are marked as one (`together`), and files begin in the order of the collection. Each process takes the next
+file when it comes to the last test of the one before, and sends reports; this one hands them on to pytest as if it had
+run the tests. Of a process that ends early the tests that it did not finish have failed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Forks:
     def pytest_runtestloop(self, session):
         if session.testsfailed or self.config.option.collectonly:
             return None  # pytest's own says what there is to say
-        files = [list(tests) for _, tests in itertools.groupby(session.items, lambda item: item.path)]
+        files = [list(tests) for _, tests in itertools.groupby(session.items, lambda i: getattr(i, "together", i.path))]
         self.config._tmp_path_factory.getbasetemp()
         queue, filling = os.pipe()
         os.write(filling, b"".join(number.to_bytes(SIZE, "little") for number in range(len(files))))

@@ -26,16 +26,25 @@ import types
 from pathlib import Path
 
 START = str(Path(__file__).with_name("loaded_start.py"))
+set_by_imports: dict[str, str] = {}  # variables
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # one: a fork has none of the others
 
 
 class Loaded:
     """The process that has imported `modules`, from when a command is first asked for; `path` is behind its sys.path
-    until then, `environ` in its environment."""
+    until then, `environ` in its environment; `start`: another one's command, of which it is a fork itself."""
 
-    def __init__(self, folder: Path, *modules: str, path: tuple[str, ...] = (), environ: dict[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *modules: str,
+        path: tuple[str, ...] = (),
+        environ: dict[str, str] | None = None,
+        start: list[str] | None = None,
+    ):
         self._address, self._modules = str(folder / "socket"), modules
         self._path, self._environ = path, environ or {}
+        self._start = start or [sys.executable, "-s"]
         self._process: subprocess.Popen | None = None
 
     @property
@@ -44,7 +53,7 @@ class Loaded:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(self._address)
             listener.listen(64)
-            words = [sys.executable, "-s", __file__, "serve", str(listener.fileno()), os.pathsep.join(self._path)]
+            words = [*self._start, __file__, "serve", str(listener.fileno()), os.pathsep.join(self._path)]
             environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "PYTHON"))}
             environ |= dict.fromkeys(THREADS, "1") | self._environ
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
@@ -134,7 +143,7 @@ def _become(words, files, places, folder, environ) -> tuple[list[str], list[str]
         os.close(spare + i)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(environ)
+    os.environ.update(set_by_imports | environ)
     sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
     return words, [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
 
@@ -142,7 +151,7 @@ def _become(words, files, places, folder, environ) -> tuple[list[str], list[str]
 def _as_main(words: list[str], path: list[str]) -> None:
     is_code = words[0] == "-c"
     sys.argv = ["-c", *words[2:]] if is_code else words
-    sys.path[:0] = path
+    sys.path[:0] = [part for part in path if part not in sys.path]
     importlib.invalidate_caches()
     with contextlib.suppress(ModuleNotFoundError):
         import sitecustomize  # noqa: F401
@@ -157,11 +166,12 @@ def _as_main(words: list[str], path: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.path.pop(0)  # this file's folder
-        base = [*sys.path]
+        base, variables = [*sys.path], dict(os.environ)
         sys.path += [part for part in sys.argv[3].split(os.pathsep) if part]
         for name in sys.argv[4:]:
             importlib.import_module(name)
         sys.path[:] = base
+        set_by_imports = {name: value for name, value in os.environ.items() if variables.get(name) != value}
         gc.freeze()
         job = _serve(socket.socket(fileno=int(sys.argv[2])))
         status = 0

@@ -79,6 +79,23 @@ def test_every_test_comes_to_what_it_does_in_one_process(ran, tmp_path):
     assert (tmp_path / "log").read_text() == "session ended\n" * 3  # of two files in forks, of all in one process
 
 
+MARKS = (
+    FILES["conftest.py"]
+    + """
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.together = True
+"""
+)
+
+
+def test_files_that_are_marked_so_stay_in_one_process(ran):
+    """As one that dies in it shows."""
+    done, _ = ran(forks=9, **{"conftest.py": MARKS, "test_b.py": DIES})
+    failed = set(re.findall(r"^FAILED (\S+)", done.stdout, flags=re.MULTILINE))
+    assert {"test_b.py::test_dies", "test_c.py::test_c"} <= failed, done.stdout
+
+
 def test_a_process_that_dies_has_failed_tests_and_the_others_run(ran):
     done, found = ran(**{"test_b.py": DIES})
     assert done.returncode == 1 and "not run to its end: a process of the run ended (signal 9)" in done.stdout

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,7 +180,7 @@ print("goes on")
 
 
 @pytest.mark.parametrize("other", ["another", "without"])
-def test_processes_that_differ_stop_and_one_without_us_does_not_wait_for_ever(other):
+def test_processes_that_differ_stop_and_one_without_us_does_not_wait_for_ever(other, torch_python):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -193,7 +192,7 @@ def test_processes_that_differ_stop_and_one_without_us_does_not_wait_for_ever(ot
     }
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), place, other],
+            [*torch_python(), "-c", RANK, str(rank), place, other],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

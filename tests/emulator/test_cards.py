@@ -28,7 +28,7 @@ from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
 from tests.emulator.emulated import emulated, generator, group, on_cards, ptx, taken
 
-CARDS = (16, 20, 24, 31, 32, 36, 46, 48, 50, 60, 63, 70, 82, 84, 96, 110, 120, 128, 132, 142, 160, 170, 188, 192, 256)
+CARDS = (16, 24, 36, 48, 63, 70, 84, 110, 132, 170, 188, 256)
 MOST_SHARED, MOST_THREADS, MOST_BLOCKS = 101376, 1024, (2**31 - 1, 65535, 65535)
 STEPS = (1, 2, 3, 4, 8, 16, 31, 32, 47, 64, 65, 95, 96, 127, 128, 129, 187, 256)
 PROMPTS = (257, 512, 1024, 4096, 8192)
@@ -149,7 +149,7 @@ def test_every_launch_is_one_that_the_card_takes(operator):
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_every_sum_is_one_that_the_card_takes(ranks, transport):
     one = mhc_spec.make_inputs(mhc_spec.Shape(1), device="cpu")
-    for sms in CARDS[::3]:
+    for sms in (16, 48, 110, 188):
         with emulated(runs=False, multiprocessors=sms):
             cards = group(ranks, transport=transport, hidden=4096, max_rows=512)
             for rows in (1, 4, 8, 16, 17, 31, 64, 512):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,10 +55,10 @@ def test_a_failed_call_leaves_no_words():
         assert same(call(), good)
 
 
-def test_the_emulator_and_the_build_are_two_modules_in_either_order():
+def test_the_emulator_and_the_build_are_two_modules_in_either_order(torch_python):
     """A process that has one must not be given it for the other: pybind11 keeps a module by its name."""
     loads = ["one = emulated.module()", "other = extension.load()"]
     for order in (loads, loads[::-1]):
         code = "from deepseek_v4_sm120.ops.shared import extension; from tests.emulator import emulated; "
         code += "; ".join(order) + "; assert one is not other and one.__file__ != other.__file__, one.__file__"
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
+        subprocess.run([*torch_python(), "-c", code], check=True, cwd=REPO)

@@ -37,17 +37,13 @@ def interpreted() -> dict[str, float]:
 @pytest.mark.parametrize(
     "name",
     [
-        "plain",
-        "holes",
+        "holes, no limit",
         "no expert at all",
         "one expert takes all",
         "row counts at tile edges",
         "repeated within a row",
-        "second rank",
-        "map",
-        "up first, scaled",
-        "no limit",
-        "wide scales",
+        "second rank, up first, scaled",
+        "map, wide scales",
         "tiles of 64",
     ],
 )

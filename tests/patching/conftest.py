@@ -1,10 +1,7 @@
 """Small SGLang-like trees on disk, and Pythons that run with our folder first on PYTHONPATH."""
 
 import importlib
-import json
 import logging
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +14,7 @@ from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from tests.patching import wheels
 from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, SAMPLER
 from tests.patching.small_host import HOST
+from tests.patching.started import Python, loaded, places, resolving, run  # noqa: F401  fixtures
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -494,28 +492,6 @@ def tree(tmp_path):
         return _write_tree(tmp_path / "host", {name: text for name, text in files.items() if text is not None})
 
     return make
-
-
-class Python:
-    """Runs code in a new interpreter, started by `command`, whose PYTHONPATH is our folder and then `path`."""
-
-    def __init__(self, *command: str):
-        self.command = command
-
-    def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True, timeout=120, cwd=None):
-        script = [code] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
-        folders = ([str(REPO)] if ours else []) + [str(p) for p in path]
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "PYTHON"))}
-        environ |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-        options = {"capture_output": True, "text": True, "timeout": timeout, "cwd": cwd}
-        done = subprocess.run([*self.command, *flags, *map(str, script)], env=environ, **options)
-        if check and done.returncode:
-            raise AssertionError(f"rc {done.returncode}\n{done.stdout}\n{done.stderr}")
-        return done
-
-    def json(self, code, **options):
-        """The last line that the code printed, as JSON."""
-        return json.loads(self(code, **options).stdout.splitlines()[-1])
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.ops.shared.limits import LIMITS
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import argument_defaults
-from tests.patching.test_start import loaded, places  # noqa: F401  fixtures
 from tests.patching.wheels import unpacked
 
 HERE = Path(__file__).resolve().parent
@@ -39,7 +38,7 @@ def nobody_told(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def layers(loaded, places, tmp_path_factory):  # noqa: F811
+def layers(loaded, places, tmp_path_factory):
     """layers(version) -> {model: what the adapters say}; one interpreter for all models of a release."""
     made = {}
 

@@ -7,16 +7,12 @@ import json
 import pytest
 
 from deepseek_v4_sm120.patching import report
-from tests.patching.test_start import loaded, places, run  # noqa: F401  fixtures
+from tests.patching.started import RESOLVES
 from tests.patching.wheels import since
 
-SERVERS = """
-    import json, os, sys
-    sys.path[1:1] = [MACHINE]
-    import sm120_machine
-    sys.path += [WHEEL, PACKAGES]
-    from sglang.srt.server_args import ServerArgs
-    from deepseek_v4_sm120 import patching
+SERVERS = (
+    RESOLVES
+    + """    from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.patching import report
     from deepseek_v4_sm120.sglang_patches import models_served
     engine, found = patching.active_engine(), []
@@ -32,10 +28,12 @@ SERVERS = """
         })
     print(json.dumps(found))
 """
+)
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 32, "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 4096}
 SET = {"DSV4_SM120_SET": "reproducible=on"}  # with a variable on releases that have no other
-some_releases = pytest.mark.parametrize("version", ["0.5.12", "0.5.17", "0.5.23"])  # the two forms of the place
+# the two forms of the place, one release after the other
+some_releases = pytest.mark.parametrize("version", ["0.5.12", "0.5.17", "0.5.23"], scope="module")
 FOR_GOOD = ("_DSV4_SM120_TOLD", "_DSV4_SM120_VERDICT")  # of the machine and the release, not of a model
 
 
@@ -50,7 +48,7 @@ def environment(found):
 
 
 @some_releases
-def test_another_models_server_behind_ours_is_told_nothing(run, llama, version):  # noqa: F811
+def test_another_models_server_behind_ours_is_told_nothing(run, llama, version):
     servers = repr([(None, {}), (llama, {})])
     ours, other = run(SERVERS, more=servers, version=version, **(SET if since(version, "0.5.14") else {}))
     _, without = run(SERVERS, more=servers, version=version, DSV4_SM120="off")
@@ -59,7 +57,7 @@ def test_another_models_server_behind_ours_is_told_nothing(run, llama, version):
 
 
 @some_releases
-def test_nor_is_one_that_a_process_of_ours_starts(run, llama, version):  # noqa: F811
+def test_nor_is_one_that_a_process_of_ours_starts(run, llama, version):
     more = SET if since(version, "0.5.14") else {}
     [ours] = run(SERVERS, more="[(None, {})]", version=version, **more)
     [other] = run(SERVERS, more=repr([(llama, {})]), version=version, **ours["environment"], **more)
@@ -69,7 +67,7 @@ def test_nor_is_one_that_a_process_of_ours_starts(run, llama, version):  # noqa:
 
 
 @some_releases
-def test_a_server_of_ours_is_told_the_same_behind_any_other(run, llama, version):  # noqa: F811
+def test_a_server_of_ours_is_told_the_same_behind_any_other(run, llama, version):
     own = {"prefill_decode_interval": 3} if since(version, "0.5.20") else {}
     asked = [(None, {}), (None, {"enable_torch_compile": True}), (None, {"disable_custom_all_reduce": True, **own})]
     alone = [run(SERVERS, more=repr([one]), version=version)[0] for one in asked]
@@ -86,7 +84,7 @@ def test_a_server_of_ours_is_told_the_same_behind_any_other(run, llama, version)
 
 @some_releases
 @pytest.mark.parametrize("word", ["1", "0"])
-def test_a_front_that_is_not_pythons_is_noted(run, llama, version, word):  # noqa: F811
+def test_a_front_that_is_not_pythons_is_noted(run, llama, version, word):
     """SGLang's Rust server, which 0.5.12 does not have: of our model, and no other."""
     ours, other = run(SERVERS, more=repr([(None, {}), (llama, {})]), version=version, SGLANG_RUST_SERVER=word)
     notes = [note for note in ours["notes"] if note.startswith("SGLANG_RUST_SERVER")]

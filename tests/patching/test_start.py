@@ -15,22 +15,15 @@ from build_artifact import write_dist_info
 
 import deepseek_v4_sm120
 from tests.e2e import stages
-from tests.loaded_python import Loaded
-from tests.patching.conftest import Python
+from tests.patching.started import CONFIG, RESOLVES
 from tests.patching.stored_folder import stored_folder
-from tests.patching.wheels import content, every_release, fetch, packages, since, unpacked
+from tests.patching.wheels import content, every_release, fetch, since, unpacked
 
-HERE = Path(__file__).resolve().parent
-CONFIG = json.loads((HERE.parent / "data/flash_config.json").read_text())
 NVFP4 = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 
-RESOLVE = """
-    import json, os, sys
-    sys.path[1:1] = [MACHINE]
-    import sm120_machine
-    sys.path += [WHEEL, PACKAGES]
-    from sglang.srt.server_args import ServerArgs
-    from deepseek_v4_sm120 import patching
+RESOLVE = (
+    RESOLVES
+    + """    from deepseek_v4_sm120 import patching
     engine = patching.active_engine()
     arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **MORE)
     names = ("attention_backend", "moe_runner_backend", "page_size", "chunked_prefill_size", "max_running_requests")
@@ -46,13 +39,10 @@ RESOLVE = """
         "states": {c.default: [c.state, c.reason] for c in engine.steering.outcomes} if engine else {},
     }))
 """
-SPECULATION = """
-    import json, os, sys
-    sys.path[1:1] = [MACHINE]
-    import sm120_machine
-    sys.path += [WHEEL, PACKAGES]
-    from sglang.srt.server_args import ServerArgs
-    names, found = ("algorithm", "num_draft_tokens", "draft_model_path"), []
+)
+SPECULATION = (
+    RESOLVES
+    + """    names, found = ("algorithm", "num_draft_tokens", "draft_model_path"), []
     for more in MORE:
         resolved = arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **more)
         if hasattr(arguments, "resolve_once"):
@@ -62,13 +52,10 @@ SPECULATION = """
         found.append({name: getattr(resolved, "speculative_" + name) for name in names})
     print(json.dumps(found))
 """
-PARALLEL = """
-    import json, sys
-    sys.path[1:1] = [MACHINE]
-    import sm120_machine
-    sys.path += [WHEEL, PACKAGES]
-    from sglang.srt.server_args import ServerArgs
-    resolved = arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **MORE)
+)
+PARALLEL = (
+    RESOLVES
+    + """    resolved = arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **MORE)
     if hasattr(arguments, "resolve_once"):
         from sglang.srt.arg_groups.overrides import resolved_view
         arguments.resolve_once()
@@ -77,6 +64,7 @@ PARALLEL = """
         resolved = arguments._resolved()
     print(json.dumps([resolved.attn_cp_size, resolved.enable_dp_attention]))
 """
+)
 WORKER = """
     import importlib, json, os, sys
     sys.path[1:1] = [MACHINE]
@@ -98,41 +86,6 @@ WORKER = """
         "records": {r.patch.name: r.state for r in patching.active_engine().records},
     }))
 """
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """The packages that the wheels need, and a model folder with nothing but the released configuration."""
-    model = tmp_path_factory.mktemp("model")
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    return {"PACKAGES": str(packages()), "MODEL": str(model), "MACHINE": str(HERE)}
-
-
-LOADED = (
-    *("sm120_machine", "torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx", "transformers"),
-    *("transformers.modeling_layers", "transformers.models.llama", "requests", "pydantic", "PIL.Image", "zmq"),
-)
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory, places):
-    """A Python with the machine and with most of what the wheels import of others."""
-    offline = {"HF_HUB_OFFLINE": "1"}
-    path = (places["MACHINE"], places["PACKAGES"])
-    loaded = Loaded(tmp_path_factory.mktemp("loaded"), *LOADED, path=path, environ=offline)
-    yield Python(*loaded.command)
-    loaded.close()
-
-
-@pytest.fixture
-def run(loaded, places):
-    def run(code, more="{}", version="0.5.12", **environment):
-        for name, value in {**places, "WHEEL": str(unpacked(version))}.items():
-            code = code.replace(name, repr(value))
-        own = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}  # the next import of that release is faster
-        return loaded.json(code.replace("MORE", more), env=own | environment)
-
-    return run
 
 
 def test_arguments_resolve_to_what_the_gpu_can_run(run):
@@ -187,7 +140,7 @@ def test_experts_that_sglang_finds_to_be_fp8_are_not_given_to_marlin(run, tmp_pa
 THEIRS = "model: SGLang's own code runs in place of {}, made for {})"
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"], scope="module")
 @pytest.mark.parametrize(
     ("changes", "theirs"),
     [
@@ -217,7 +170,7 @@ def test_a_worker_imports_with_the_parents_decision(run):
     assert found["records"]["marlin_on_sm120"] == "APPLIED"
 
 
-@pytest.mark.parametrize("version", ["0.5.14", "0.5.17", "0.5.20", "0.5.23"])
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.17", "0.5.20", "0.5.23"], scope="module")
 def test_later_releases_resolve_with_our_settings(run, version):
     found = run(RESOLVE, version=version)
     assert found["arguments"]["attention_backend"] == "dsv4"

@@ -2,20 +2,27 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).resolve().parents[2]
+LOAD = "from tests.patching import slots_random_load; slots_random_load.main()"
 SEEDS = "1"
 SEEN = ("Wrong", "AssertionError")  # by us, by SGLang: what else ends a run is a program that is wrong itself
 OUT = "RuntimeError Decode out of memory"  # SGLang's own words
 
 
-def loaded(version, seeds):
-    line = [sys.executable, "-m", "tests.patching.slots_random_load", version, seeds]
-    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def found(torch_python):
+    """found(version, seeds): what the program has printed"""
+
+    def found(version, seeds):
+        done = subprocess.run([*torch_python(), "-c", LOAD, version, seeds], cwd=REPO, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return found
 
 
 def is_seen(wrong):
@@ -29,11 +36,11 @@ def check_what_ours_mends(found, names):
     assert all(one["seen"]["answered"] > 10 for one in found["with ours"].values())
 
 
-def test_every_slot_holds_what_its_readers_take_it_for():
+def test_every_slot_holds_what_its_readers_take_it_for(found):
     """Prompts in chunks, prefixes, drafts, ends, aborts, retraction, pauses, flushes; and each fault that is put into
     0.5.23, or into what is known of a pass, is seen, as are those of its own that `preempted_requests` and
     `waiting_chunks` mend. The same with a hierarchical cache."""
-    found = loaded("0.5.23", SEEDS)
+    found = found("0.5.23", SEEDS)
     assert {name: case["wrong"] for name, case in found["cases"].items() if case["wrong"]} == {}
     for name, case in found["cases"].items():
         assert case["seen"]["answered"] > 20 and case["seen"]["aborted"] > 0, name
@@ -72,6 +79,6 @@ def check_waiting(alone, ours):
     assert ours["random"]["wrong"] is None and ours["random"]["seen"]["answered"] > 20 and ours["shorter"] > 5
 
 
-def test_answers_that_have_no_room_beside_a_prompt_sit_out_its_pass():
+def test_answers_that_have_no_room_beside_a_prompt_sit_out_its_pass(found):
     """In 0.5.17, whose own allocation ends the server, and which then counts a token too many of them."""
-    check_what_ours_mends(loaded("0.5.17", "0"), {"priorities", "two chunks", "mixed, full"})
+    check_what_ours_mends(found("0.5.17", "0"), {"priorities", "two chunks", "mixed, full"})

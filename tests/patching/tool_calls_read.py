@@ -51,7 +51,7 @@ CASES = {
     "below zero": {"n": -7, "o": [-1, {"a": -0.5}], "command": "-"},
 }
 WAYS = (0, 1, 2, 3, 5, 10_000)  # tokens of a piece; 0: the answer as a whole
-IN_TURNS = 40  # ways whose pieces have other numbers of tokens
+IN_TURNS = 10  # ways whose pieces have other numbers of tokens, and of each release others
 
 
 def written(block: str, arguments: dict) -> str:
@@ -231,7 +231,7 @@ def main(version: str) -> dict:
     v4 = importlib.import_module(f"{HOME}.deepseekv4_detector").DeepSeekV4Detector
     parameters = {"type": "object", "properties": {name: {} for name in ("command", "n", "o")}}
     tools = [SimpleNamespace(function=SimpleNamespace(name="run", parameters=parameters))]
-    ways = [*WAYS, *(f"turns {i}" for i in range(IN_TURNS))]
+    ways = [*WAYS, *(f"turns {version} {i}" for i in range(IN_TURNS))]
     stock = v32._parse_parameters_from_xml
     is_partial = "allow_partial" in inspect.signature(stock).parameters
     replace = tool_strings.replace_parse_partial_parameters if is_partial else tool_strings.replace_parse_parameters
