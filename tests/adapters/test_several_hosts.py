@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 

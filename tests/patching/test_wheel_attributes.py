@@ -23,15 +23,8 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, REQUEST, SCHEDULER, SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH as SCHEDULE_BATCH
-from deepseek_v4_sm120.sglang_patches.table import (
-    BACKEND,
-    CUTLASS_EXPERTS,
-    FP8_METHOD,
-    INDEXER,
-    MARLIN_EXPERTS,
-    SM120_ATTENTION_0_5_14,
-    TABLE,
-)
+from deepseek_v4_sm120.sglang_patches.table import BACKEND, CUTLASS_EXPERTS, FP8_METHOD, INDEXER, MARLIN_EXPERTS, TABLE
+from deepseek_v4_sm120.sglang_patches.table import SM120_ATTENTION_0_5_14 as SM120_ATTENTION
 from tests.patching import attributes
 from tests.patching.attributes import Read, Release
 from tests.patching.attributes_of_others import GUARDED, OF_TENSORS_AND_OTHERS, OURS
@@ -58,10 +51,8 @@ CUSTOM_SUM = f"{SRT}.distributed.device_communicators.custom_all_reduce:CustomAl
 LINEAR = f"{SRT}.layers.linear"
 UNQUANTIZED = f"{SRT}.layers.quantization.unquant"
 BF16_WEIGHT = f"{UNQUANTIZED}:UnquantizedLinearMethod.create_weights(layer)"
-LM_HEAD = (
-    f"{SRT}.layers.vocab_parallel_embedding:ParallelLMHead",
-    f"{UNQUANTIZED}:UnquantizedEmbeddingMethod.create_weights(layer)",
-)
+VOCABULARY = f"{SRT}.layers.vocab_parallel_embedding"
+LM_HEAD = (f"{VOCABULARY}:ParallelLMHead", f"{UNQUANTIZED}:UnquantizedEmbeddingMethod.create_weights(layer)")
 PROCESSOR = f"{SRT}.layers.logits_processor:LogitsProcessor"
 FP8_WEIGHT = (f"{FP8_METHOD}.create_weights(layer)", f"{FP8_METHOD}.create_fp8_weight_(layer)")
 FP8_CONFIG = f"{FP8_METHOD.partition(':')[0]}:Fp8Config"
@@ -168,8 +159,7 @@ OBJECTS = {
         "forward_batch.spec_info": ((f"{SRT}.speculative.eagle_info:EagleDraftInput",),),
         **dict.fromkeys(("projection", "model.h_proj"), ((f"{LINEAR}:ReplicatedLinear", *FP8_WEIGHT),)),
         "norm": ((NORM,),),
-        "embedding": ((f"{SRT}.layers.vocab_parallel_embedding:VocabParallelEmbedding", LM_HEAD[1]),),
-        "table": ((f"{SRT}.layers.vocab_parallel_embedding:VocabParallelEmbedding", LM_HEAD[1]),),
+        **dict.fromkeys(("embedding", "table"), ((f"{VOCABULARY}:VocabParallelEmbedding", LM_HEAD[1]),)),
     },
     "bf16_linear_draft_head": {
         "lm_head": (LM_HEAD,),
@@ -452,11 +442,11 @@ OBJECTS = {
     "sparse_decode": {
         "_backend.layer": ((f"{SRT}.layers.radix_attention:RadixAttention",),),
         "backend": ((BACKEND + ":DeepseekV4AttnBackend",),),
-        "importlib.import_module(SM120_ATTENTION_0_5_14)": ((PREFILL, SM120_ATTENTION_0_5_14),),
+        "importlib.import_module(SM120_ATTENTION)": ((PREFILL, SM120_ATTENTION),),
         "metadata": ((PREFILL, BACKEND + ":DSV4AttnMetadata"),),
         "pool": ((PREFILL, f"{POOL}:DeepSeekV4TokenToKVPool"),),
         "pool.swa_kv_pool": ((PREFILL, f"{POOL}:DeepSeekV4SingleKVPool"),),
-        "sys.modules[original.__module__]": (("<0.5.16", SM120_ATTENTION_0_5_14),),  # others: test_wheel_attention.py
+        "sys.modules[original.__module__]": (("<0.5.16", SM120_ATTENTION),),  # others: test_wheel_attention.py
     },
     "unchosen_tools": dict.fromkeys(("request", "made"), CHAT_REQUEST),
     "system_reminders": {"anthropic_request": OF_ANTHROPIC, "message": OF_TURN, "block": OF_TEXT},
