@@ -24,7 +24,7 @@ from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MOD
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, REQUEST, SCHEDULER, SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH as SCHEDULE_BATCH
 from deepseek_v4_sm120.sglang_patches.table import BACKEND, CUTLASS_EXPERTS, FP8_METHOD, INDEXER, MARLIN_EXPERTS, TABLE
-from deepseek_v4_sm120.sglang_patches.table import SM120_ATTENTION_0_5_14 as SM120_ATTENTION
+from deepseek_v4_sm120.sglang_patches.table import SM120_ATTENTION_0_5_14
 from tests.patching import attributes
 from tests.patching.attributes import Read, Release
 from tests.patching.attributes_of_others import GUARDED, OF_TENSORS_AND_OTHERS, OURS
@@ -442,11 +442,11 @@ OBJECTS = {
     "sparse_decode": {
         "_backend.layer": ((f"{SRT}.layers.radix_attention:RadixAttention",),),
         "backend": ((BACKEND + ":DeepseekV4AttnBackend",),),
-        "importlib.import_module(SM120_ATTENTION)": ((PREFILL, SM120_ATTENTION),),
+        "importlib.import_module(SM120_ATTENTION_0_5_14)": ((PREFILL, SM120_ATTENTION_0_5_14),),
         "metadata": ((PREFILL, BACKEND + ":DSV4AttnMetadata"),),
         "pool": ((PREFILL, f"{POOL}:DeepSeekV4TokenToKVPool"),),
         "pool.swa_kv_pool": ((PREFILL, f"{POOL}:DeepSeekV4SingleKVPool"),),
-        "sys.modules[original.__module__]": (("<0.5.16", SM120_ATTENTION),),  # others: test_wheel_attention.py
+        "sys.modules[original.__module__]": (("<0.5.16", SM120_ATTENTION_0_5_14),),  # others: test_wheel_attention.py
     },
     "unchosen_tools": dict.fromkeys(("request", "made"), CHAT_REQUEST),
     "system_reminders": {"anthropic_request": OF_ANTHROPIC, "message": OF_TURN, "block": OF_TEXT},
