@@ -37,7 +37,7 @@ LAYERS = (
 )
 # files of an operator's layer that belong to none
 SHARED = {
-    "deepseek_v4_sm120/reference": {"accuracy", "kv_pages", "model"},
+    "deepseek_v4_sm120/reference": {"accuracy", "draft_block", "kv_pages", "model"},
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
         *(

@@ -15,15 +15,17 @@ token's number and its hidden state, composed of the operators' references and o
 
 Nothing is rounded but what a cache stores: keys and index keys are E4M3 with their scales. `Rules` holds what an engine
 gets wrong easily; the defaults are the model, any other value is a known fault, by which a check shows that it would
-see one.
+see one; but for `rounds`, which is what the coarsest right engine does: what goes into a quantised product is E4M3 by
+128s with scales 2^n, queries and the softmax's weights by 64s, and what comes out of a product is bf16.
 
 Source: DeepSeek's inference/model.py and config.json.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +39,7 @@ E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 ROWS = 64  # queries at a time
 FAR = 1 << 40
+PAGE = 256  # positions whose keys and entries an engine keeps together
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Rules:
     entries_early: int = 0  # how many entries are seen before they are complete; negative: too late
     overlap: bool = True  # of groups of 4
     ape: bool = True
-    index_topk: int | None = None  # None: the config's
+    index_share: float = 1.0  # of the config's index_topk
     index: Rules | None = None  # those by which the index ranks entries; None: these
     sink: bool = True
     rotates_back: bool = True
@@ -64,6 +67,7 @@ class Rules:
     shared_expert: bool = True
     swiglu_limit: bool = True
     mixing_turned: bool = False  # the streams' mixing matrix, transposed
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,18 @@ class Weights:
         return x @ self(name).T
 
 
+def coarse(x: torch.Tensor, group: int = 128) -> torch.Tensor:
+    """x [.., n] as E4M3 with a scale 2^n for each `group` of its numbers, the smallest with which none is cut off."""
+    parts = x.unflatten(-1, (-1, group)) if x.shape[-1] % group == 0 else x[..., None, :]
+    scale = torch.exp2(torch.ceil(torch.log2(parts.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30) / E4M3_MAX)))
+    return ((parts / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(-2)
+
+
+def given(x: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """What a quantised product is given of x."""
+    return coarse(mhc.bf16(x)) if rules.rounds else x
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return unit if weight is None else unit * weight
@@ -202,118 +218,201 @@ def entries(weights: Weights, x: torch.Tensor, ratio: int, by: torch.Tensor, eps
     return compressor.finish(pooled, weights("norm"), eps, torch.polar(torch.ones_like(turn), turn))
 
 
-def chosen(config, weights, latent, x, first, by, rules) -> torch.Tensor:
+def chosen(config, weights, latent, x, at, by, rules) -> torch.Tensor:
     """bool [rows, entries]: those of 4 tokens that the index ranks highest among the complete ones."""
-    rows = x[first:]
-    positions = torch.arange(first, x.shape[0], device=x.device) + rules.position
+    rows, positions = x[at], at + rules.position
     keys = stored_index(entries(weights.under("compressor."), x, 4, by, config.eps, rules))
-    queries = (latent @ weights("wq_b").T).view(len(rows), config.index_heads, INDEX_DIM)
+    queries = (given(latent, rules) @ weights("wq_b").T).view(len(rows), config.index_heads, INDEX_DIM)
     queries = rotated(queries, by * positions[:, None]) @ compressor.hadamard(INDEX_DIM, x.device)
     head_weights = rows @ weights("weights_proj").T * (INDEX_DIM * config.index_heads) ** -0.5
     scores = torch.relu(stored_index(queries) @ keys.T)  # [rows, heads, entries]
-    logits = torch.einsum("rhe,rh->re", scores, head_weights).masked_fill(
-        ~complete(first, x.shape[0], len(keys), 4, rules, x.device), -math.inf
-    )
-    best = logits.topk(min(rules.index_topk or config.index_topk, len(keys)), dim=1).indices
+    logits = torch.einsum("rhe,rh->re", scores, head_weights).masked_fill(~complete(at, len(keys), 4, rules), -math.inf)
+    most = len(keys) if math.isinf(rules.index_share) else round(config.index_topk * rules.index_share)
+    best = logits.topk(min(most, len(keys)), dim=1).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, True) & (logits > -math.inf)
 
 
-def complete(first, tokens, count, ratio, rules, device) -> torch.Tensor:
-    """bool [tokens - first, count]: the entries that end at or before each of the tokens."""
-    seen = (torch.arange(first, tokens, device=device) + 1) // ratio + rules.entries_early
-    return torch.arange(count, device=device) < seen[:, None]
+def complete(at: torch.Tensor, count, ratio, rules) -> torch.Tensor:
+    """bool [rows, count]: the entries that end at or before the token of each row."""
+    seen = (at + 1) // ratio + rules.entries_early
+    return torch.arange(count, device=at.device) < seen[:, None]
 
 
-def visible(first: int, tokens: int, rules: Rules, device) -> torch.Tensor:
-    """bool [tokens - first, tokens]: the window of each."""
-    row, token = torch.arange(first, tokens, device=device)[:, None], torch.arange(tokens, device=device)
+def visible(at: torch.Tensor, tokens: int, rules: Rules) -> torch.Tensor:
+    """bool [rows, tokens]: the window of each."""
+    row, token = at[:, None], torch.arange(tokens, device=at.device)
     newest = row if rules.sees_itself else row - 1
     return (token <= newest) & (token > newest - rules.window) & (token < rules.sees_before)
 
 
-def attention(config: Config, weights: Weights, x: torch.Tensor, ratio: int, *, first=0, rules=None) -> torch.Tensor:
-    """[tokens - first, hidden] float64, of the rows `first` on, where x [tokens, hidden] are a request's inputs."""
-    rules, x = rules or Rules(), x.double()
-    tokens, rows = x.shape[0], x[first:]
+def attention(
+    config: Config,
+    weights: Weights,
+    x: torch.Tensor,
+    ratio: int,
+    *,
+    first=0,
+    at=None,
+    rules=None,
+    parts: Callable | None = None,
+) -> torch.Tensor:
+    """[rows, hidden] float64, of the rows at the positions `at`, or from `first` on, where x [tokens, hidden] are a
+    request's inputs. parts is told of what each head, and each page of keys and entries, makes it differ."""
+    rules, x, tokens = rules or Rules(), x.double(), x.shape[0]
+    at = torch.arange(first, tokens, device=x.device) if at is None else at
     by = angles(config, ratio, rules).to(x.device)
     positions = torch.arange(tokens, device=x.device)
-    latent = rms_norm(rows @ weights("wq_a").T, weights("q_norm"), config.eps)
-    queries = (latent @ weights("wq_b").T).view(len(rows), config.heads, HEAD_DIM)
-    queries = rms_norm(queries, None, config.eps) if rules.unit_queries else queries
-    queries = rotated(queries, by * (positions[first:] + rules.position)[:, None])
-    keys = rms_norm(weights.product("wkv", x), weights("kv_norm"), config.eps)
-    keys = stored_key(rotated(keys, by * positions[:, None]))
-    seen = visible(first, tokens, rules, x.device)
+    turn = by * (at + rules.position)[:, None]
+    latent, queries = queries_of(config, weights, x[at], turn, rules)
+    keys = keys_of(config, weights, x, by * positions[:, None], rules)
+    seen, pages = visible(at, tokens, rules), positions // PAGE
     if ratio and tokens >= ratio:
         found = entries(weights.under("compressor."), x, ratio, by, config.eps, rules)
-        seen_entries = complete(first, tokens, len(found), ratio, rules, x.device)
+        seen_entries = complete(at, len(found), ratio, rules)
         if ratio == 4:
             of_index = rules.index or rules
-            turn = angles(config, ratio, of_index).to(x.device)
-            seen_entries &= chosen(config, weights.under("indexer."), latent, x, first, turn, of_index)
+            by_index = angles(config, ratio, of_index).to(x.device)
+            seen_entries &= chosen(config, weights.under("indexer."), latent, x, at, by_index, of_index)
         keys, seen = torch.cat([keys, stored_key(mhc.bf16(found))]), torch.cat([seen, seen_entries], dim=1)
+        pages = torch.cat([pages, torch.arange(len(found), device=x.device) * ratio // PAGE])
+    return answered(config, weights, queries, keys, seen, -turn, rules, parts, pages)
+
+
+def queries_of(config, weights, rows, turn, rules):
+    """(latent, queries [rows, heads, 512])."""
+    latent = rms_norm(given(rows, rules) @ weights("wq_a").T, weights("q_norm"), config.eps)
+    queries = (given(latent, rules) @ weights("wq_b").T).view(len(rows), config.heads, HEAD_DIM)
+    queries = rotated(rms_norm(queries, None, config.eps) if rules.unit_queries else queries, turn)
+    if rules.rounds:
+        queries = torch.cat([coarse(queries[..., :-ROTATED], 64), mhc.bf16(queries[..., -ROTATED:])], dim=-1)
+    return latent, queries
+
+
+def keys_of(config, weights, x, turn, rules) -> torch.Tensor:
+    keys = rms_norm(weights.product("wkv", given(x, rules)), weights("kv_norm"), config.eps)
+    return stored_key(rotated(keys, turn))
+
+
+def answered(config, weights, queries, keys, seen, back, rules, parts=None, pages=None) -> torch.Tensor:
+    """[rows, hidden]: of attention's queries, rotated back by `back`, through both output projections."""
     some = zip(queries.split(ROWS), seen.split(ROWS), strict=True)
     out = torch.cat([attend(q, keys, s, weights, rules) for q, s in some])
-    if rules.rotates_back:
-        out = rotated(out, -by * (positions[first:] + rules.position)[:, None])
-    grouped = out.reshape(len(rows), config.groups, -1)
-    wo_a = weights("wo_a").view(config.groups, -1, grouped.shape[2])
-    return torch.einsum("rgi,goi->rgo", grouped, wo_a).flatten(1) @ weights("wo_b").T
+
+    def projected(out):
+        out = rotated(out, back) if rules.rotates_back else out
+        grouped = given(out.reshape(len(out), config.groups, -1), rules)
+        wo_a = weights("wo_a").view(config.groups, -1, grouped.shape[2])
+        return given(torch.einsum("rgi,goi->rgo", grouped, wo_a).flatten(1), rules) @ weights("wo_b").T
+
+    found = projected(out)
+    if parts is not None:
+        of_each_head(config, weights, rotated(out, back), parts)
+        for page, other in without_pages(queries, keys, seen, weights, rules, pages):
+            parts("page", page, projected(other) - found)
+    return found
+
+
+def of_each_head(config, weights, out, parts) -> None:
+    """Tells what the sublayer's output would lose with each."""
+    each = config.heads // config.groups
+    wo_a = weights("wo_a").view(config.groups, -1, each, HEAD_DIM)
+    wo_b = weights("wo_b").unflatten(1, (config.groups, -1))
+    for head in range(config.heads):
+        group, number = divmod(head, each)
+        parts("head", head, -(out[:, head] @ wo_a[group, :, number].T) @ wo_b[:, group].T)
+
+
+def without_pages(queries, keys, seen, weights, rules, pages):
+    """(page, out [rows, heads, 512] without what is kept in it), of each page that is seen."""
+    for page in pages[seen.any(dim=0)].unique().tolist():
+        of_page = pages == page
+        if bool((seen & ~of_page).any(dim=1).all()):
+            yield page, attend(queries, keys, seen & ~of_page, weights, rules)
 
 
 def attend(queries, keys, seen, weights, rules) -> torch.Tensor:
     """[rows, heads, 512]: one softmax over what is seen and the sink."""
+    some = seen.any(dim=0)  # most of a long prompt no row sees
+    keys, seen = keys[some], seen[:, some]
     scores = torch.einsum("rhd,nd->rhn", queries, keys) * HEAD_DIM**-0.5
     scores = scores.masked_fill(~seen[:, None], -math.inf)
     sink = weights("attn_sink")[None, :, None].expand(len(queries), -1, 1)
     scores = torch.cat([scores, sink if rules.sink else torch.full_like(sink, -math.inf)], dim=2)
-    return torch.einsum("rhn,nd->rhd", torch.softmax(scores, dim=2).nan_to_num(0.0)[..., :-1], keys)
+    shares = torch.softmax(scores, dim=2).nan_to_num(0.0)[..., :-1]
+    return torch.einsum("rhn,nd->rhd", coarse(shares, 64) if rules.rounds else shares, keys)
 
 
 def experts(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Tensor, *, hashed, rules=None):
     """[rows, hidden] float64 of inputs x [rows, hidden] and the tokens' numbers; hashed: this layer routes by those."""
     rules, x = rules or Rules(), x.double()
-    ids, shares = routed(config, weights, x, tokens, hashed=hashed, rules=rules)
+    ids, shares, _ = routed(config, weights, x, tokens, hashed=hashed, rules=rules)
     limit = config.swiglu_limit if rules.swiglu_limit else None
-    made = (outputs(weights, x, ids, limit) * shares[..., None]).sum(dim=1)
-    return made + mlp(weights.under("shared_experts."), x, limit) * rules.shared_expert
+    made = (outputs(weights, x, ids, limit, rules) * shares[..., None]).sum(dim=1)
+    return made + mlp(weights.under("shared_experts."), x, limit, rules) * rules.shared_expert
 
 
 def routed(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Tensor, *, hashed, rules):
-    """(experts int64, their shares float64), [rows, topk] each."""
+    """(experts int64, their shares float64, [rows, topk] each; by how much the last was ahead of the next [rows])."""
     logits = x @ weights("gate").T
     bias = weights("gate.bias") if "gate.bias" in weights else torch.zeros(logits.shape[1], device=x.device)
     scores, by = router_topk.ranked(logits, bias)
     if hashed and rules.hashed:
-        ids = weights.raw("gate.tid2eid").long()[tokens.long()]
+        ids, margin = weights.raw("gate.tid2eid").long()[tokens.long()], torch.full_like(by[:, 0], math.inf)
     else:
-        ids = torch.sort(by, dim=1, descending=True, stable=True).indices[:, : config.topk]
+        ranked = torch.sort(by, dim=1, descending=True, stable=True)
+        ids, ahead = ranked.indices[:, : config.topk], ranked.values[:, config.topk - 1 : config.topk + 1]
+        margin = ahead[:, 0] - ahead[:, -1]
     scale = config.routed_scale if rules.routed_scale is None else rules.routed_scale
     weighted = by if rules.bias_in_weights else scores
-    return ids, router_topk.weights_of(weighted, ids, renormalize=rules.renormalize, scale=scale)
+    return ids, router_topk.weights_of(weighted, ids, renormalize=rules.renormalize, scale=scale), margin
 
 
-def outputs(weights: Weights, x: torch.Tensor, ids: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """[rows, topk, hidden]: of each row's experts, before their shares."""
-    found = torch.empty(*ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
+def outputs(weights: Weights, x: torch.Tensor, ids: torch.Tensor, limit: float | None, *every) -> torch.Tensor:
+    """[rows, topk, hidden], before their shares: of each row's experts, by each of `every`, Rules or none."""
+    found = torch.empty(max(len(every), 1), *ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
     for expert in ids.unique().tolist():
         rows, slots = (ids == expert).nonzero(as_tuple=True)
-        found[rows, slots] = mlp(weights.under(f"experts.{expert}."), x[rows], limit)
-    return found
+        own = read_once(weights.under(f"experts.{expert}."))
+        for number, rules in enumerate(every or (None,)):
+            found[number, rows, slots] = mlp(own, x[rows], limit, rules)
+    return found if len(every) > 1 else found[0]
 
 
-def mlp(weights: Weights, x: torch.Tensor, limit: float | None) -> torch.Tensor:
-    return mxfp4_moe.swiglu(x @ weights("w1").T, x @ weights("w3").T, limit) @ weights("w2").T
+def read_once(weights: Weights) -> Callable:
+    """An expert's three matrices, whoever asks how often."""
+    return functools.cache(weights)
+
+
+def mlp(weights: Callable, x: torch.Tensor, limit: float | None, rules: Rules | None = None) -> torch.Tensor:
+    """weights: float64, or float32, in which the products then are: their sums err by 1e-6 of the result."""
+    rules = rules or Rules()
+
+    def product(x, name):
+        weight = weights(name)
+        return (x.to(weight.dtype) @ weight.T).double()
+
+    x = given(x, rules)
+    return product(given(mxfp4_moe.swiglu(product(x, "w1"), product(x, "w3"), limit), rules), "w2")
 
 
 def mixing(config: Config, weights: Weights, kind: str, norm: str, streams: torch.Tensor):
     """(y, post, comb) of the streams in front of the sublayer `kind`, attn or ffn."""
     fn, scale, base = (weights.raw(f"hc_{kind}_{part}").double() for part in ("fn", "scale", "base"))
     mixes = mhc.mixes(streams, fn, config.eps)
-    pre = torch.sigmoid(mixes[:, :4] * scale[0] + base[:4]) + mhc.EPS
     post = mhc.POST_SCALE * torch.sigmoid(mixes[:, 4:8] * scale[1] + base[4:8])
     comb = mhc.sinkhorn((mixes[:, 8:] * scale[2] + base[8:]).view(-1, 4, 4), config.sinkhorn_iters)
-    return rms_norm(torch.einsum("rj,rjh->rh", pre, streams.double()), weights(norm), config.eps), post, comb
+    return mixed(config, streams, mixes, scale, base, weights(norm)), post, comb
+
+
+def entering(config: Config, weights: Weights, kind: str, norm: str, streams: torch.Tensor) -> torch.Tensor:
+    """`mixing`'s y alone."""
+    fn, scale, base = (weights.raw(f"hc_{kind}_{part}").double() for part in ("fn", "scale", "base"))
+    return mixed(config, streams, mhc.mixes(streams, fn[:4], config.eps), scale, base, weights(norm))
+
+
+def mixed(config, streams, mixes, scale, base, norm) -> torch.Tensor:
+    pre = torch.sigmoid(mixes[:, :4] * scale[0] + base[:4]) + mhc.EPS
+    return rms_norm(torch.einsum("rj,rjh->rh", pre, streams.double()), norm, config.eps)
 
 
 def behind(f, streams, post, comb, rules=None) -> torch.Tensor:
@@ -329,8 +428,9 @@ def head(config: Config, weights: Weights, streams: torch.Tensor, norm: str = "n
     return rms_norm(torch.einsum("rj,rjh->rh", pre, streams.double()), weights(norm), config.eps)
 
 
-def draft_streams(config: Config, weights: Weights, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+def draft_streams(config: Config, weights: Weights, embedded, streams: torch.Tensor, rules=None) -> torch.Tensor:
     """[rows, 4, hidden]: what the MTP block's layer begins with, of the tokens' embeddings and the target's streams."""
-    of_token = rms_norm(embedded.double(), weights("enorm"), config.eps) @ weights("e_proj").T
-    of_streams = rms_norm(streams.double(), weights("hnorm"), config.eps) @ weights("h_proj").T
+    rules = rules or Rules()
+    of_token = given(rms_norm(embedded.double(), weights("enorm"), config.eps), rules) @ weights("e_proj").T
+    of_streams = given(rms_norm(streams.double(), weights("hnorm"), config.eps), rules) @ weights("h_proj").T
     return of_token[:, None] + of_streams

@@ -14,6 +14,8 @@ scale per 32 values, the smallest with which the greatest value stays within 448
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -40,6 +42,22 @@ def dequantize(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """uint8 [..., K / 2] and uint8 [..., K / 32] -> float64 [..., K]."""
     values = decode_e2m1(packed).unflatten(-1, (-1, GROUP))
     return values.mul_(decode_ue8m0(scale).unsqueeze(-1)).flatten(-2)
+
+
+@functools.cache
+def _pairs_by_scale(device) -> torch.Tensor:
+    """float32 [scale byte * 256 + byte of two codes, 2]."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    pairs = decode_e2m1(every[:, None])
+    return (decode_ue8m0(every)[:, None, None] * pairs).float().flatten(0, 1)
+
+
+def dequantize_float32(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`dequantize` in float32, exact where a scale is no extreme one (2^-124 to 2^125), in half the time: one look-up,
+    and no pass for the scales."""
+    index = packed.unflatten(-1, (-1, GROUP // 2)).int()
+    index += (scale.int() << 8).unsqueeze(-1)
+    return torch.nn.functional.embedding(index, _pairs_by_scale(packed.device)).flatten(-3)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:

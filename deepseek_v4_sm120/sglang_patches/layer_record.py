@@ -4,11 +4,13 @@ DSV4_SM120_LAYERS names a folder; without it nothing of this is in place. In tha
 to be recorded: {"id": a name of the record, "rows": of a pass at most, "bytes": of the record at most}. Then
 <folder>/<id>/00000.pt .. are the passes, in the order in which they ran, of the first rank alone (all have the same):
 
-    kind         target or draft
+    kind         target, draft (of the MTP block) or block (of DSPARK's draft)
     mode         SGLang's ForwardMode
     tokens, positions [rows]; requests [requests] their slots; lengths [requests] of the rows of each, or None: alike
     y            a list of bf16 [rows, hidden]: the inputs of attention and experts of the layers, in turn
-    out          bf16 [rows, hidden], what the vocabulary's weights are multiplied with
+    out          bf16 [rows, hidden], what the vocabulary's weights are multiplied with; of a block [rows, 4 * hidden],
+                 the streams behind its last stage
+    context      of a target's, where DSPARK drafts: bf16 [rows, layers * hidden], what its draft is given of them
     hidden       of a draft: bf16 [rows, 4 * hidden], the streams that it goes on from
 
 and FACTS says what the server is, and what was left out, why and how often.
@@ -151,10 +153,9 @@ class Recorder:
 
     @inference
     def end(self, result) -> None:
-        while isinstance(result, (tuple, list)):
-            result = result[0]
-        if self.open is not None and isinstance(result, torch.Tensor):
-            self.keep(self.open, "out", result)
+        if self.open is not None:
+            for name, value in ends_of(result).items():
+                self.keep(self.open, name, value)
         self.open = None
 
     def keep(self, where, name, value) -> None:
@@ -261,6 +262,20 @@ class Recorder:
         return True
 
 
+def ends_of(result) -> dict:
+    """What a pass gave: (hidden, streams); where DSPARK drafts ((hidden, streams), context), up to 0.5.22 a list of the
+    layers'; of DSPARK's draft its output, whose hidden states are the streams."""
+    found = {}
+    if isinstance(result, tuple) and isinstance(result[0], tuple):
+        context = result[1]
+        found["context"] = torch.cat(list(context), dim=-1) if isinstance(context, (tuple, list)) else context
+    while isinstance(result, (tuple, list)):
+        result = result[0]
+    result = getattr(result, "hidden_states", result)
+    found["out"] = result.flatten(1) if isinstance(result, torch.Tensor) else None
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
 def tensors_of(kind: str, mode: str, tokens, positions, batch) -> dict:
     found = {"tokens": tokens, "positions": positions, "requests": batch.req_pool_indices}
     if mode in OF_LENGTHS:
@@ -323,6 +338,15 @@ def hooks_of(own: Callable[[], Recorder]) -> dict:
 
         return forward
 
+    def draft_attention(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def forward(self, positions, hidden_states, *args, **kwargs):
+            if not torch.compiler.is_compiling():
+                own().note(hidden_states)
+            return original(self, positions, hidden_states, *args, **kwargs)
+
+        return forward
+
     def experts(original: Callable) -> Callable:
         @functools.wraps(original)
         def forward(self, hidden_states, *args, **kwargs):
@@ -342,7 +366,10 @@ def hooks_of(own: Callable[[], Recorder]) -> dict:
 
         return forward
 
-    return {"model": around("target"), "draft": around("draft"), "attention": attention} | {
+    passes = {"model": around("target"), "draft": around("draft"), "block": around("block")}
+    return passes | {
+        "attention": attention,
+        "draft_attention": draft_attention,
         "experts": experts,
         "runner": runner,
     }
@@ -351,6 +378,8 @@ def hooks_of(own: Callable[[], Recorder]) -> dict:
 _replacements = hooks_of(recorder)
 replace_model_forward = _replacements["model"]
 replace_draft_forward = _replacements["draft"]
+replace_block_forward = _replacements["block"]
+replace_draft_attention_forward = _replacements["draft_attention"]
 replace_attention_forward = _replacements["attention"]
 replace_experts_forward = _replacements["experts"]
 replace_runner_forward = _replacements["runner"]

@@ -41,7 +41,7 @@ def rows_of(case, name="layers_ours", **others):
 
 
 def group(**faults):
-    seen = {name: {"share": share, "reach": 0.01, "strength": 0.1} for name, share in faults.items()}
+    seen = {name: {"share": share, "chance": 0.01, "reach": 0.01, "strength": 0.1} for name, share in faults.items()}
     return {
         "what": "attention",
         "mode": "decode",

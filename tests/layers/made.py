@@ -34,13 +34,16 @@ PROMPT = 150
 
 
 def write(folder: Path) -> Checkpoint:
+    """And the answers of an engine that computes it to BATCH, whose tokens are the greatest."""
     layers_weights.write(folder, CONFIG, "cpu")
-    return Checkpoint(folder)
+    checkpoint = Checkpoint(folder)
+    BATCH[:] = [(prompt, Engine(checkpoint).answered(0, prompt, 3)[1]) for prompt, _ in BATCH]
+    return checkpoint
 
 
 class Engine:
     def __init__(self, tensors, rules=None, noise=0.02):
-        self.judge = judging.Judge(CONFIG, tensors)
+        self.judge, self.tensors = judging.Judge(getattr(tensors, "config", CONFIG), tensors), tensors
         self.config, self.rules, self.noise = self.judge.config, rules or Rules(), noise
         self.inputs = {}
         self.generator = torch.Generator().manual_seed(3)
@@ -51,7 +54,7 @@ class Engine:
 
     def one(self, kind, request, tokens, position, mode, hidden=None, rules=None):
         rules = rules or self.rules
-        judge, y = self.judge, []
+        judge, y, context = self.judge, [], []
         embedded = judge.weights.raw("embed.weight")[tokens]
         streams = embedded.double()[:, None].expand(-1, 4, -1)
         if kind == "draft":
@@ -59,6 +62,7 @@ class Engine:
             streams = model.draft_streams(self.config, mtp, embedded, hidden.view(len(tokens), 4, -1))
         for number, (weights, ratio, hashed) in enumerate(judge.sublayers(kind)):
             for part in ("attn", "ffn"):
+                self.at = number, part
                 x, post, comb = model.mixing(self.config, weights, part, f"{part}_norm", streams)
                 y.append(x.bfloat16())
                 if part == "attn":
@@ -68,14 +72,31 @@ class Engine:
                 else:
                     f = model.experts(self.config, weights.under("ffn."), x, tokens, hashed=hashed, rules=rules)
                 streams = model.behind(self.rounded(f), streams, post, comb, rules)
+            if judge.draft is not None and number in judge.draft.layers:
+                context.append(streams.mean(dim=1))
         of_head = judge.weights.under("mtp.0.") if kind == "draft" else judge.weights
         out = model.head(self.config, of_head, streams).bfloat16()
         positions = torch.arange(position, position + len(tokens))
         found = {"kind": kind, "mode": mode, "tokens": tokens, "positions": positions, "y": y, "out": out}
         found["requests"] = torch.tensor([request])
+        if context and kind == "target":
+            found["context"] = torch.cat(context, dim=1).bfloat16()
         if mode == "EXTEND":
             found["lengths"] = torch.tensor([len(tokens)])
         return found | ({"hidden": hidden} if kind == "draft" else {})
+
+    def best(self, out):
+        """The greatest tokens of rows."""
+        return (out.double() @ self.tensors["head.weight"].double().T).argmax(dim=1)
+
+    def answered(self, request, prompt, count):
+        """(passes, tokens) of a prompt whose answer's are the greatest."""
+        passes, found = [self.one("target", request, prompt, 0, "EXTEND")], []
+        for i in range(count):
+            found.append(self.best(passes[-1]["out"])[-1:])
+            if i + 1 < count:
+                passes.append(self.one("target", request, found[-1], len(prompt) + i, "DECODE"))
+        return passes, torch.cat(found)
 
     def shares(self, request, other):
         """What a prefix cache has of a request, for another one."""
@@ -127,7 +148,7 @@ def together(one, other):
 
 
 # two prompts in a batch, and two tokens of each behind them
-BATCH = [(tokens(30, 21), tokens(3, 22)), (tokens(7, 23), tokens(3, 24))]
+BATCH = [(tokens(30, 21), tokens(3, 22)), (tokens(7, 26), tokens(3, 24))]
 
 
 def batch(checkpoint, rules=None) -> list:

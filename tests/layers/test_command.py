@@ -63,6 +63,7 @@ def test_a_right_engine_ends_in_0(model, passes, tmp_path, capsys):
     place = write(tmp_path, passes)
     status, said = status_of(place, model, capsys=capsys)
     assert status == 0 and "\nRIGHT" in said and "attention, ratio 128" in said and "no sink" in said
+    assert "2 of 2 heads, " in said and "not asked: positions from 33 on" in said
     assert place.exists()
     status, said = status_of(place, model, "--json", capsys=capsys)
     found = json.loads(said)
@@ -148,6 +149,15 @@ def test_whose_rows_they_are_is_asked(model, passes, tmp_path, capsys):
     assert status == 2 and "rows of another request, or of another run" in said
 
 
+def test_answers_that_the_last_rows_do_not_say_are_a_fault(model, passes, tmp_path, capsys):
+    """A head, or a choice, that is wrong behind layers that are right."""
+    others = [
+        one | {"output_ids": [*one["output_ids"][:-1], one["output_ids"][-1] ^ 1]} for one in made.requests(made.BATCH)
+    ]
+    status, said = status_of(write(tmp_path, passes, others), model, capsys=capsys)
+    assert status == 1 and "the answer's tokens, target, decode: 2 of 4 are not the greatest of their rows" in said
+
+
 def test_a_planted_fault_ends_in_1(model, tmp_path, capsys):
     status, said = status_of(write(tmp_path, made.batch(model, Rules(routed_scale=1.0))), model, capsys=capsys)
     assert status == 1 and "\nFAULT" in said and ": no routed scale, " in said
@@ -216,8 +226,10 @@ def test_speculation_wants_its_passes(model, passes, tmp_path, capsys):
     status, said = status_of(place, model, "--without-drafts", capsys=capsys)
     assert status == 0 and "drafts were not judged" in said
     facts = facts | {"speculative_algorithm": "DSPARK"}
-    status, said = status_of(write(tmp_path / "c", verified, facts=facts), model, capsys=capsys)
-    assert status == 0 and "what DSPARK drafts with was not judged" in said
+    place = write(tmp_path / "c", verified, facts=facts)
+    status, said = status_of(place, model, capsys=capsys)
+    assert status == 2 and "nobody saw passes of the kind block, target_verify" in said
+    assert status_of(place, model, "--without-drafts")[0] == 0
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -235,10 +247,7 @@ class Server(http.server.ThreadingHTTPServer):
             (place / asking.FACTS).write_text(json.dumps(FACTS))
         for prompt in prompts:
             self.slot += 1
-            answer = made.tokens(new, 100 + self.slot)
-            passes = [self.engine.one("target", self.slot, torch.tensor(prompt), 0, "EXTEND")]
-            for i in range(new - 1):
-                passes.append(self.engine.one("target", self.slot, answer[i : i + 1], len(prompt) + i, "DECODE"))
+            passes, answer = self.engine.answered(self.slot, torch.tensor(prompt), new)
             for one in passes if self.records else ():
                 torch.save(one, place / f"{self.number:05d}.pt")
                 self.number += 1

@@ -1,6 +1,7 @@
 """An engine that computes the model has no fault's share, one that has a fault has its whole; what fills a captured
 pass up, drafts and shared prefixes go to the right places."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def test_an_engine_that_computes_the_model_has_no_share_of_a_fault(right):
     assert by_key["attention, ratio 4", "target, decode"]["rows"] == 3  # without what fills the passes up
 
 
+FINE = {"share": 0.01, "chance": 0.01, "reach": 0.01, "strength": 0.1}
+LAYER = {"rows": 9, "outliers": 0, "odd": 0, "worst": 0.1, "error": 0.02, "rounding": 0.03, "faults": {}, "units": {}}
 FAULTS = [
     ("not itself", Rules(sees_itself=False)),
     ("not rotated back", Rules(rotates_back=False)),
@@ -73,10 +76,22 @@ def test_rows_at_the_end_are_judged_with_all_before_them(checkpoint, right):
     few, missing = made.judged(checkpoint, every, tail=2, faults={"no sink"})
     by_key = {(g["what"], g["mode"]): g for g in groups}
     assert missing == [] and all(g["rows"] <= by_key[g["what"], g["mode"]]["rows"] for g in few)
-    assert {g["rows"] for g in few if g["mode"] == "target, extend" and g["what"] == "embedding"} == {8}
+    assert {g["rows"] for g in few if g["mode"] == "target, extend" and g["what"] == "embedding"} == {16}
     assert all(g["error"] < 0.03 for g in few)
     found = verdict.of(few, 3, verdict.PLAIN)
     assert found.status == verdict.RIGHT, found
+
+
+def test_other_rows_of_a_prompt_are_judged_too(checkpoint, right):
+    """Two beside the last two, others each time: a prompt that is wrong but for its end does not stay unseen."""
+    prompt = [{"input_ids": made.ASKED[0][0][:100].tolist()}]
+    y = [one.clone() for one in right[0][0]["y"]]
+    y[3][:96] = y[3][:96].flip(0)
+    groups, _ = made.judged(checkpoint, [right[0][0] | {"y": y}], prompt, tail=2, faults=set())
+    assert verdict.of(groups, 3, ()).status == verdict.FAULT
+    picks = {tuple(Judge(made.CONFIG, checkpoint, tail=2).picked(100).tolist()) for _ in range(9)}
+    assert len(picks) > 1 and all(one[2:] == (98, 99) and one[0] < one[1] < 98 for one in picks)
+    assert Judge(made.CONFIG, checkpoint, tail=2).picked(3).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("blind", [False, True])
@@ -141,8 +156,7 @@ def test_products_are_those_of_the_rows_that_are_there(checkpoint):
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_rows_that_are_all_wrong_are_no_near_ties(rows):
     """A single row, too, of which one may be another choice."""
-    fine = {"a": {"share": 0.01, "reach": 0.01, "strength": 0.1}}
-    layer = {"rows": rows, "outliers": 0, "worst": 0.1, "error": 0.02, "faults": fine}
+    layer = LAYER | {"rows": rows, "faults": {"a": FINE}}
     group = {"what": "experts, routed", "mode": "draft, decode", **layer, "layers": {0: layer}}
     assert verdict.of([group], 1, ()).status == verdict.RIGHT
     wrong = group | {"outliers": rows, "error": None, "faults": {}}
@@ -151,12 +165,17 @@ def test_rows_that_are_all_wrong_are_no_near_ties(rows):
 
 def test_a_layer_alone_that_is_wrong_is_seen():
     """Among layers that are right its share is small."""
-    fine = {"share": 0.01, "reach": 0.01, "strength": 0.1}
-    layer = {"rows": 9, "outliers": 0, "worst": 0.1, "error": 0.02, "faults": {"a": fine}}
+    fine, layer = FINE, LAYER | {"faults": {"a": FINE}}
     bad = layer | {"faults": {"a": fine | {"share": 0.9}}}
+    part = layer | {"faults": {verdict.PART: fine | {"share": 0.12}}}
+    unit = layer | {"units": {"head 3": fine | {"share": 0.97}, "head 4": fine}}
     group = {"what": "attention, ratio 4", "mode": "target, extend", **layer, "layers": {0: layer, 1: layer}}
     assert verdict.of([group], 2, ()).status == verdict.RIGHT
-    for wrong, said in ((bad, "a, 0.90"), (layer | {"error": 0.3}, "0.30"), (layer | {"outliers": 3}, "3 of 9 rows")):
+    for wrong, said in (
+        *((bad, "a, 0.90"), (part, "a part of it is missing, 0.12"), (unit, "in their place: head 3 (0.97)")),
+        *((layer | {"error": 0.07}, "0.070, where rounding makes 0.030"), (layer | {"error": math.nan}, "nan")),
+        *((layer | {"outliers": 3}, "3 of 9 rows"), (layer | {"odd": 3}, "3 of 9 rows")),
+    ):
         found = verdict.of([group | {"layers": {0: layer, 1: wrong}}], 2, ())
         assert found.status == verdict.FAULT and "layer 1" in found.faults[0] and said in found.faults[0]
     many = {number: layer | {"outliers": 1} for number in range(9)}  # one in each, which one near tie in each may be
@@ -166,6 +185,47 @@ def test_a_layer_alone_that_is_wrong_is_seen():
     assert verdict.of([group | {"layers": {0: layer, 1: weak}}], 2, ()).status == verdict.RIGHT
     assert verdict.of([group], 3, ("target, extend",)).status == verdict.UNJUDGED
     assert verdict.of([], 2, verdict.PLAIN).status == verdict.UNJUDGED
+
+
+def test_what_cannot_be_told_is_no_fault():
+    """One that chance or rounding alone makes as much of."""
+    for name in ("reach", "chance"):
+        unsure = {"head 3": FINE | {"share": 0.97, name: 0.3}}
+        layer = LAYER | {"units": unsure, "faults": {"a": FINE, "b": FINE | {"share": 0.97, name: 0.3}}}
+        group = {"what": "attention, ratio 4", "mode": "target, extend", **layer, "layers": {0: layer}}
+        found = verdict.of([group], 1, ())
+        assert found.status == verdict.RIGHT
+        assert found.notes == ["target, extend: could not be told, whether there or not: b"]
+        alone = group | {"faults": {"a": FINE, "b": FINE}}
+        found = verdict.of([alone], 1, ())
+        assert found.notes == ["target, extend: could not be told of each layer alone: b (1 of 1)"]
+
+
+def test_a_head_that_is_missing_is_told_by_its_name(checkpoint):
+    """Where the error that it makes is no more than rounding does."""
+    engine = made.Engine(checkpoint, noise=0.004)
+    own = engine.rounded
+
+    def rounded(f):
+        less = {}
+        if engine.at == (1, "attn"):
+            made_ = engine.judge.weights.under("layers.1.attn.")
+            every = engine.inputs["target", 1, 1]
+            model.attention(engine.config, made_, every, 4, parts=lambda *unit: less.__setitem__(unit[:2], unit[2]))
+        return own(f + less.get(("head", 1), 0.0))
+
+    engine.rounded = rounded
+    prompt = made.ASKED[0][0][:60]
+    groups, _ = made.judged(
+        checkpoint, [engine.one("target", 1, prompt, 0, "EXTEND")], [{"input_ids": prompt.tolist()}]
+    )
+    found = verdict.of(groups, 3, ()).faults
+    assert any("layer 1: missing, or others in their place: head 1 (1.0" in text for text in found), found
+    assert not any("head 0" in text or "layer 0" in text for text in found)
+
+
+def test_a_share_of_the_index_is_the_configs():
+    assert judging.OF_RATIO[4]["three quarters of the index's entries"].index_share == 0.75
 
 
 def test_float32_scales_are_read_as_such(checkpoint):

@@ -58,7 +58,8 @@ def prompts_of(alone: list[int], together: list[int], vocabulary: int) -> list[l
 def bytes_of(rows: int, config: dict) -> int:
     """What a record of so many rows takes on the disk, drafts in it, too."""
     inputs = 2 * config["num_hidden_layers"] + 1
-    drafts = 3 + config.get("hc_mult", 4)
+    streams, stages = config.get("hc_mult", 4), len(config.get("dspark_target_layer_ids") or ())
+    drafts = max(3, 3 * stages) + streams  # of DSPARK: what it is given, and two inputs a stage
     return rows * (inputs + drafts) * config["hidden_size"] * ROW_BYTES
 
 

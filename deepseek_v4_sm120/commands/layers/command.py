@@ -30,7 +30,7 @@ NEEDED = (  # of config.json
     *("routed_scaling_factor", "rms_norm_eps", "hc_sinkhorn_iters", "rope_theta", "compress_rope_theta"),
     "rope_scaling",
 )
-SPARE = 4.0  # of what the experts take, for all else of a layer: measured on two cores, 25 rows, ratio 4 and 128
+SPARE = 5.0  # of what the experts take, for all else of a layer: measured on two shared cores, 35 rows, ratio 4
 MADE_BYTES = 16 << 30  # of memory at most, reckoned: a sublayer's weights in float64, and the record's pages
 
 
@@ -141,7 +141,7 @@ def judged(place: Path, arguments: argparse.Namespace) -> int:
         asked = record.Sent.of(sent.get("requests") or [])
         with torch.inference_mode():
             for one in record.read(place):
-                if not (arguments.without_drafts and one["kind"] == "draft"):
+                if not (arguments.without_drafts and one["kind"] != "target"):
                     judge.take(one, asked.segments(one))
             problems = asked.missing()
             if problems:
@@ -154,8 +154,8 @@ def judged(place: Path, arguments: argparse.Namespace) -> int:
             groups = judge.finish()
     except record.Unjudged as error:
         return _ended(arguments, [str(error)], facts)
-    found = verdict.of(groups, judge.layers, wanted(facts, arguments))
-    found.notes += notes_of(facts, asked, arguments)
+    found = verdict.of(groups, judge.layers, wanted(facts, arguments), judge.tokens)
+    found.notes += [*scope(groups, asked, checkpoint.config), *notes_of(facts, asked, arguments)]
     _tell(arguments, groups, found, facts)
     return found.status
 
@@ -167,6 +167,8 @@ def wanted(facts: dict, arguments: argparse.Namespace) -> tuple[str, ...]:
     algorithm = facts.get("speculative_algorithm")
     if not algorithm:
         return verdict.PLAIN
+    if algorithm == "DSPARK" and not arguments.without_drafts:
+        return verdict.BLOCKS
     if algorithm not in ("EAGLE", "NEXTN") or arguments.without_drafts:
         return verdict.VERIFIED
     chained = (facts.get("speculative_num_steps") or 1) > 1
@@ -178,11 +180,33 @@ def notes_of(facts: dict, asked, arguments: argparse.Namespace) -> list[str]:
     if asked.others:
         found.append(f"{asked.others} rows were of requests that this command had not sent")
     algorithm = facts.get("speculative_algorithm")
-    if algorithm and algorithm not in ("EAGLE", "NEXTN"):
+    if algorithm and algorithm not in ("EAGLE", "NEXTN", "DSPARK"):
         found.append(f"what {algorithm} drafts with was not judged: verification was, which decides the answers")
     elif algorithm and arguments.without_drafts:
         found.append("drafts were not judged: verification was, which decides the answers")
     return found
+
+
+def scope(groups: list[dict], asked, config: dict) -> list[str]:
+    """What was asked one by one, and what nobody asked."""
+    from deepseek_v4_sm120.commands.layers import verdict
+
+    def least(kind: str, what: str) -> int:
+        """Of the layers' numbers of units that could be told, the smallest."""
+        of_layer: dict = {}
+        for group in groups:
+            for number, layer in group["layers"].items() if group["what"].startswith(what) else ():
+                told = {name for name in verdict.told_units(layer) if name.startswith(f"{kind} ")}
+                of_layer.setdefault((group["what"], number), set()).update(told)
+        return min(map(len, of_layer.values()), default=0)
+
+    longest = max(map(len, asked.tokens), default=0)
+    return [
+        f"one by one were asked, in the layer with the fewest: {least('head', 'attention')} of "
+        f"{config['num_attention_heads']} heads, {least('expert', 'experts')} of {config['n_routed_experts']} experts",
+        f"not asked: positions from {longest} on, more requests at once than were sent, a single key among those of a "
+        "page, what fills graphs of other sizes, sampling other than greedy, and a fault in less than one of these",
+    ]
 
 
 def idle_card() -> str | None:

@@ -9,30 +9,35 @@ A sublayer's error is mostly what FP8 rounds away, per cents of its output, unde
 each known fault (reference/model.py, Rules) is computed, too: its share in the error is the error's projection upon
 what that fault would have made of it, 0 where the engine has it not and 1 where it has. What only the index's choice
 tells is a fault apart: near ties that an engine's rounding decides otherwise lend those some share, and none to others.
-`reach` is the share's deviation if the error had nothing to do with the fault: a fault of which that is not small
-cannot be told. Of the passes of a mode, FAULTY are given the faults: a pass costs as many computations of the model as
-there are.
+So are single heads, experts and pages of keys (groups.py). And each sublayer is computed once more as the coarsest
+engine that is right rounds, handing on its own streams: what an error is measured by. Of the passes of a mode, FAULTY
+are given the faults: a pass costs as many computations of the model as there are.
 
 Weights are read and dequantised a sublayer at a time, of the experts those that were picked.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from deepseek_v4_sm120.commands.layers.record import Segment, Unjudged
-from deepseek_v4_sm120.commands.layers.verdict import EMBEDDING
-from deepseek_v4_sm120.reference import model
+from deepseek_v4_sm120.commands.layers import tokens as tokens_of
+from deepseek_v4_sm120.commands.layers.groups import Group
+from deepseek_v4_sm120.commands.layers.record import BLOCK, VERIFY, Segment, Unjudged
+from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, PART
+from deepseek_v4_sm120.reference import draft_block, mhc, model, mxfp4_moe
+from deepseek_v4_sm120.reference.draft_block import BlockRules, Draft
 from deepseek_v4_sm120.reference.model import Rules
 
-BLOCK = 1024  # rows at a time
 FAULTY = 16
 MOST_DRAFTS = 16  # a pass has no more rows behind the last one whose inputs stay
-OUTLIER = 0.5  # of a row: an expert, or an entry of the index, that was chosen otherwise by a near tie
+NEAR = 1e-3  # of a router's scores: whose last is nearer to the next may be given other experts
+ROUNDED = Rules(rounds=True)
 ATTENTION = {
     "a window of 127": Rules(window=127),
     "a window of 129": Rules(window=129),
@@ -52,8 +57,8 @@ OF_RATIO = {
         "no YaRN": Rules(yarn=False, index=Rules()),
         "the index without YaRN": Rules(index=Rules(yarn=False)),
         "the index's queries a position too far": Rules(index=Rules(position=1)),
-        "three quarters of the index's entries": Rules(index_topk=384),
-        "all entries": Rules(index_topk=1 << 30),
+        "three quarters of the index's entries": Rules(index_share=0.75),
+        "all entries": Rules(index_share=math.inf),
     },
     128: {
         "an entry too early": Rules(entries_early=1),
@@ -61,6 +66,15 @@ OF_RATIO = {
         "no ape": Rules(ape=False),
         "no YaRN": Rules(yarn=False),
     },
+}
+OF_BLOCK = {  # DSPARK's drafts; with ATTENTION's, but what they say of a token itself
+    "the context is not seen": BlockRules(context=False),
+    "the context's newest is not seen": BlockRules(late=1),
+    "half of the window was given back": Rules(window=64),
+    "the block's others are not seen": BlockRules(others=False),
+    "the block's later ones are not seen": BlockRules(ordered=True),
+    "the context without its norm": BlockRules(normed=False),
+    "YaRN in layers without entries": Rules(yarn_without_entries=True),
 }
 EXPERTS = {
     "weights not normalised": Rules(renormalize=False),
@@ -71,61 +85,6 @@ BIASED = {"bias in the weights": Rules(bias_in_weights=True)}
 HASHED = {"not by the token's number": Rules(hashed=False)}
 MIXING = {"streams mixed the other way": Rules(mixing_turned=True)}
 BLIND = "blind behind the first draft"
-
-
-@dataclass
-class Share:
-    along: float = 0.0
-    square: float = 0.0
-
-
-@dataclass
-class Group:
-    """Rows of one kind of sublayer, or of one, in one kind of pass."""
-
-    rows: int = 0
-    outliers: int = 0
-    error: float = 0.0
-    size: float = 0.0
-    worst: float = 0.0
-    shares: dict = field(default_factory=lambda: defaultdict(Share))
-
-    def add(self, seen, truth, effects):
-        error = seen.double() - truth
-        by_row = error.norm(dim=1) / truth.norm(dim=1)
-        kept = by_row < OUTLIER  # not what is NaN
-        self.rows += len(by_row)
-        self.outliers += int((~kept).sum())
-        self.worst = max(self.worst, float(by_row.max()))
-        self.error += float(error[kept].square().sum())
-        self.size += float(truth[kept].square().sum())
-        for name, changed in effects.items():
-            effect = (changed - truth)[kept]
-            self.shares[name].along += float((error[kept] * effect).sum())
-            self.shares[name].square += float(effect.square().sum())
-
-    def merge(self, other: Group) -> None:
-        for name in ("rows", "outliers", "error", "size"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.worst = max(self.worst, other.worst)
-        for name, share in other.shares.items():
-            self.shares[name].along += share.along
-            self.shares[name].square += share.square
-
-    def summary(self, hidden):
-        found = {"rows": self.rows, "outliers": self.outliers, "worst": self.worst}
-        found["error"] = (self.error / self.size) ** 0.5 if self.size else None
-        numbers = (self.rows - self.outliers) * hidden
-        found["faults"] = {
-            name: {
-                "share": s.along / s.square,
-                "reach": (self.error / s.square / numbers) ** 0.5,
-                "strength": (s.square / self.size) ** 0.5,
-            }
-            for name, s in self.shares.items()
-            if s.square > 0
-        }
-        return found
 
 
 class Kept(model.Weights):
@@ -164,13 +123,20 @@ class Kept(model.Weights):
             raise Unjudged("a token is none of the checkpoint's")
         return self.tensors[self.prefix + name][which.cpu()].to(self.device)
 
+    def of_expert(self, name):
+        """In float32: dequantising them was nine tenths of a layer's time, and FP4 and FP8 are exact there."""
+        weight = self.raw(f"{name}.weight")
+        if f"{name}.scale" not in self or weight.dtype == torch.float8_e4m3fn:
+            return super().__call__(name).float()
+        return mxfp4_moe.dequantize_float32(weight.view(torch.uint8), self.raw(f"{name}.scale").view(torch.uint8))
+
     def let_go(self) -> None:
         self.kept.clear()
         self.made.clear()
 
     def __call__(self, name):
         if ".experts." in self.prefix:
-            return super().__call__(name)
+            return self.of_expert(name)
         if self.prefix + name not in self.kept:
             self.kept[self.prefix + name] = super().__call__(name)
         return self.kept[self.prefix + name]
@@ -179,39 +145,59 @@ class Kept(model.Weights):
 @dataclass
 class Pass:
     """A pass of the model: its requests' rows, without what fills a captured one up. Of a request's the last are
-    judged, at most `Judge.tail`; tokens, experts' inputs, out and hidden are those rows', attention's all."""
+    judged, at most `Judge.tail`, and as many others of a prompt; tokens, experts' inputs, out and hidden are those
+    rows', attention's all."""
 
     mode: str
     segments: list[Segment]  # with rows of this pass
-    tails: list[int]  # of each: how many rows are judged
+    picks: list[torch.Tensor]  # of each: which of its rows are judged
     tokens: torch.Tensor
     y: list
     out: torch.Tensor
     hidden: torch.Tensor | None
     first_drafts: dict  # request -> where the drafts began, of which this is one
+    following: list  # of each judged row the token behind it, or None
+    in_front: list = field(default_factory=list)  # of a block's judged rows: the token before what is drafted,
+    anchors: list = field(default_factory=list)  # and the one that the block begins with
+    context: torch.Tensor | None = None  # of the target's judged rows: what DSPARK's draft is given of them
+    windows: list = field(default_factory=list)  # of a block's segments: the newest of that, and one more
+
+
+@dataclass
+class Made:
+    """A sublayer's output [rows, hidden], what else it could have been, and what each unit of it adds."""
+
+    truth: torch.Tensor
+    rounded: torch.Tensor
+    faulty: dict  # {fault: as the truth}
+    units: list  # of (name, rows, what the truth has less without it)
 
 
 @dataclass
 class Before:
-    """The last sublayer, and what else it could have made: {fault or None: f [rows, hidden]}."""
+    """The last sublayer: its streams, and those of a coarse right engine."""
 
     what: str
     number: int  # of its layer
     streams: torch.Tensor
-    post: torch.Tensor
-    comb: torch.Tensor
-    made: dict
+    rounded: torch.Tensor
+    post: torch.Tensor | None = None
+    comb: torch.Tensor | None = None
+    made: Made | None = None
 
 
 class Judge:
     """faults: the names of those that are looked for; None: all. tail: how many rows of each request's in a pass are
-    judged, the last ones; None: all. tell(number, of how many): a layer was judged."""
+    judged, the last ones and as many of the others; None: all. tell(number, of how many): a layer was judged."""
 
     def __init__(self, config: dict, tensors, device="cpu", faults=None, tail=None, tell: Callable | None = None):
         self.config, self.weights, self.device = model.Config.of(config), Kept(tensors, device=device), device
         self.faults, self.hidden, self.layers = faults, config["hidden_size"], config["num_hidden_layers"]
+        self.drawn = random.Random()
         self.tail, self.tell = tail, tell or (lambda number, most: None)
-        self.passes = {"target": [], "draft": []}
+        self.passes, self.draft = {"target": [], "draft": [], BLOCK: []}, Draft.of(config)
+        self.context, self.drafting = {}, {}  # of each request: what the target gave, and the block that is under way
+        self.tokens = []  # what tokens.py says of each kind of pass
         self.first_drafts = {}  # request -> the position of the first draft that is under way
         self.groups = defaultdict(Group)
 
@@ -219,6 +205,12 @@ class Judge:
         """(weights, ratio, hashed) of each layer."""
         if kind == "draft":
             return [(self.weights.under("mtp.0."), 0, False)]
+        if kind == BLOCK:
+            if self.draft is None:
+                raise Unjudged(
+                    "the checkpoint's config.json has no dspark_target_layer_ids, and the server drafts by them"
+                )
+            return [(self.weights.under(f"mtp.{i}."), 0, False) for i in range(self.draft.stages)]
         ratios, hashed = self.config.ratios, self.config.hash_layers
         return [(self.weights.under(f"layers.{i}."), ratios[i], i < hashed) for i in range(self.layers)]
 
@@ -227,7 +219,7 @@ class Judge:
         kind, expected = record["kind"], 2 * len(self.sublayers(record["kind"]))
         if len(record["y"]) != expected:
             raise Unjudged(f"a pass has {len(record['y'])} inputs of sublayers, expected {expected}")
-        if record["out"].shape[-1] != self.hidden:
+        if record["out"].shape[-1] != self.hidden * (4 if kind == BLOCK else 1):
             raise Unjudged(f"rows have {record['out'].shape[-1]} numbers, expected {self.hidden}: another model")
         if not is_chained(record):
             self.first_drafts = {}
@@ -238,10 +230,8 @@ class Judge:
                 self.first_drafts.setdefault(one.request, one.start)
         rows = torch.cat([torch.arange(one.rows.start, one.rows.stop) for one in segments])
         lengths = [one.end - one.start for one in segments]
-        tails = [length if self.tail is None else min(length, self.tail) for length in lengths]
-        judged = torch.cat(
-            [torch.arange(one.rows.stop - tail, one.rows.stop) for one, tail in zip(segments, tails, strict=True)]
-        )
+        picks = [self.picked(length) for length in lengths]
+        judged = torch.cat([one.rows.start + pick for one, pick in zip(segments, picks, strict=True)])
         y = [one[judged if number % 2 else rows] for number, one in enumerate(record["y"])]
         hidden, begin, own = record.get("hidden"), 0, []
         for one, length in zip(segments, lengths, strict=True):
@@ -251,7 +241,52 @@ class Judge:
         first = dict(self.first_drafts) if is_chained(record) else {}
         hidden = None if hidden is None else hidden[judged]
         out, tokens = record["out"][judged], record["tokens"][judged].long()
-        self.passes[kind].append(Pass(mode, own, tails, tokens, y, out, hidden, first))
+        following = [
+            segment.following[row] if segment.following else None
+            for segment, pick in zip(segments, picks, strict=True)
+            for row in pick.tolist()
+        ]
+        made = Pass(mode, own, picks, tokens, y, out, hidden, first, following)
+        self.passes[kind].append(made)
+        if kind == BLOCK:
+            self.begin_block(made, segments, record["tokens"])
+        elif kind == "target" and "context" in record:
+            made.context = record["context"][judged]
+            self.keep_context(record, segments)
+
+    def picked(self, length: int) -> torch.Tensor:
+        """The last rows, in which a token ends; and as many of the others, any, which are as good as unseen else."""
+        if self.tail is None or length <= self.tail:
+            return torch.arange(length)
+        others = length - self.tail
+        drawn = sorted(self.drawn.sample(range(others), min(self.tail, others)))
+        return torch.tensor([*drawn, *range(others, length)])
+
+    def begin_block(self, made: Pass, segments, tokens) -> None:
+        """Its tokens are known when they are verified."""
+        begin = 0
+        made.following, made.in_front = [None] * len(made.tokens), [None] * len(made.tokens)
+        for segment, pick in zip(segments, made.picks, strict=True):
+            if segment.start and segment.source not in self.context:
+                raise Unjudged("a block of drafts, and nothing of what the target gave it")
+            window = self.context[segment.source][: segment.start] if segment.start else made.out[:0]
+            made.windows.append(window[-(Rules().window + 1) :])
+            made.anchors += [int(tokens[segment.rows.start])] * len(pick)
+            self.drafting[segment.request] = made, begin, (segment.start + pick).tolist()
+            begin += len(pick)
+
+    def keep_context(self, record, segments) -> None:
+        for one in segments:
+            before = [] if one.source is None else [self.context[one.source][: one.start]]
+            self.context[one.request] = torch.cat([*before, record["context"][one.rows]])
+            block, begin, at = self.drafting.pop(one.request, (None, 0, []))
+            if block is None or record["mode"] != VERIFY:
+                continue
+            tokens = record["tokens"][one.rows].tolist()
+            for row, position in enumerate(at, begin):
+                place = position - one.start
+                if block.anchors[row] == tokens[0] and 0 <= place < len(tokens) - 1:
+                    block.in_front[row], block.following[row] = tokens[place], tokens[place + 1]
 
     @property
     def judged_rows(self) -> int:
@@ -265,105 +300,214 @@ class Judge:
         whole, layers = defaultdict(Group), defaultdict(dict)
         for (what, mode, number), group in self.groups.items():
             whole[what, mode].merge(group)
-            layers[what, mode][number] = group.summary(self.hidden)
+            layers[what, mode][number] = group.summary()
         return [
-            {"what": what, "mode": mode, **group.summary(self.hidden), "layers": layers[what, mode]}
+            {"what": what, "mode": mode, **group.summary(), "layers": layers[what, mode]}
             for (what, mode), group in whole.items()
         ]
 
     def judge(self, kind, passes) -> None:
         """All passes at once, sublayer by sublayer."""
-        modes = [(p.mode, len(p.tokens)) for p in passes]
+        modes = [p.mode for p in passes for _ in p.tokens]
         tokens = torch.cat([p.tokens for p in passes]).to(self.device)
-        embedded = self.weights.rows("embed.weight", tokens)
-        streams = embedded.double()[:, None].expand(-1, 4, -1)
-        if kind == "draft":
-            hidden = torch.cat([p.hidden for p in passes]).to(self.device).view(len(tokens), 4, -1)
-            streams = model.draft_streams(self.config, self.weights.under("mtp.0."), embedded, hidden)
-        before = Before(EMBEDDING, 0, streams, None, None, {})
+        before = self.begun(kind, passes, tokens)
         for number, (weights, ratio, hashed) in enumerate(self.sublayers(kind)):
             for part in ("attn", "ffn"):
                 y = [p.y[2 * number + (part == "ffn")] for p in passes]
-                judged = y if part == "ffn" else [y[tails_of(p)] for p, y in zip(passes, y, strict=True)]
+                judged = y if part == "ffn" else [y[picks_of(p)] for p, y in zip(passes, y, strict=True)]
                 seen = torch.cat(judged).to(self.device)
-
-                def mixed(streams, weights=weights, part=part):
-                    return model.mixing(self.config, weights, part, f"{part}_norm", streams)
-
-                streams, post, comb = self.boundary(before, modes, seen, mixed)
+                at = (self.config, weights, part, f"{part}_norm")
+                streams, rounded = self.boundary(
+                    before, modes, seen, lambda streams, at=at: model.entering(*at, streams)
+                )
+                self.context_behind(before, passes, modes, streams, rounded)
+                _, post, comb = model.mixing(*at, streams)
                 if part == "attn":
                     what, made = f"attention, ratio {ratio}", self.attention(passes, number, weights, ratio)
                 else:
                     what = "experts, hashed" if hashed else "experts, routed"
                     made = self.experts(weights.under("ffn."), seen, tokens, hashed)
-                before = Before(what, number, streams, post, comb, made)
+                before = Before(what, number, streams, rounded, post, comb, made)
                 weights.let_go()
             if kind == "target":
                 self.tell(number + 1, self.layers)
         of_head = self.weights.under("mtp.0.") if kind == "draft" else self.weights
         seen = torch.cat([p.out for p in passes]).to(self.device)
-        self.boundary(before, modes, seen, lambda streams: (model.head(self.config, of_head, streams), None, None))
 
-    def boundary(self, before: Before, modes, seen, mixed):
-        """(streams, post, comb) in front of a sublayer whose inputs were `seen`, all rows in blocks."""
-        of = [self.groups[before.what, mode, before.number] for mode, rows in modes for _ in range(rows)]
-        found, begin = [], 0
-        while begin < len(seen):
-            end = begin + 1
-            while end < min(begin + BLOCK, len(seen)) and of[end] is of[begin]:
-                end += 1
-            rows = slice(begin, end)
-            streams = before.streams[rows]
-            changed = {}
-            if before.made:
-                at = (streams, before.post[rows], before.comb[rows])
-                faults = {name: model.behind(f[rows], *at) for name, f in before.made.items()}
-                for name, rules in self.asked(MIXING).items():
-                    if name is not None:
-                        faults[name] = model.behind(before.made[None][rows], *at, rules)
-                streams = faults.pop(None)
-                changed = {name: mixed(other)[0] for name, other in faults.items()}
-            truth, post, comb = mixed(streams)
-            of[begin].add(seen[rows], truth, changed)
-            found.append((streams, post, comb))
-            begin = end
-        return [None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True)]
+        def behind(streams):
+            return streams.flatten(1) if kind == BLOCK else model.head(self.config, of_head, streams)
 
-    def attention(self, passes, number, weights, ratio) -> dict:
-        """{fault or None: the sublayer's output [rows, hidden]} of all passes."""
+        self.context_behind(before, passes, modes, *self.boundary(before, modes, seen, behind))
+        if self.faults is None and kind != "draft":
+            self.ask_tokens(kind, passes)
+
+    def ask_tokens(self, kind, passes) -> None:
+        for mode in dict.fromkeys(p.mode for p in passes):
+            of_mode = [p for p in passes if p.mode == mode]
+            rows = torch.cat([p.out for p in of_mode]).to(self.device)
+            following, in_front, anchors = (
+                [one for p in of_mode for one in getattr(p, name)] for name in ("following", "in_front", "anchors")
+            )
+            if kind == BLOCK:
+                last = self.weights.under(f"mtp.{self.draft.stages - 1}.")
+                rows = draft_block.behind_head(self.config, last, rows.view(len(rows), 4, -1))
+                found = tokens_of.of_drafts(self.weights, rows, in_front, anchors, following)
+            else:
+                found = tokens_of.of_answers(self.weights, rows, following)
+            self.tokens += [] if found is None else [found | {"mode": mode}]
+
+    def context_behind(self, before: Before, passes, modes, streams, rounded) -> None:
+        """What the target gave DSPARK's draft of the streams behind this layer."""
+        if self.draft is None or before.what == EMBEDDING or not before.what.startswith("experts"):
+            return
+        for place, number in enumerate(self.draft.layers):
+            if number != before.number or any(p.context is None for p in passes):
+                continue
+            seen = torch.cat([p.context for p in passes]).to(self.device).unflatten(1, (-1, self.hidden))[:, place]
+            for mode in dict.fromkeys(modes):
+                rows = torch.tensor([i for i, one in enumerate(modes) if one == mode], device=self.device)
+                truth, coarse = (one[rows].mean(dim=1) for one in (streams, rounded))
+                self.groups[CONTEXT, mode, number].add(seen[rows], truth, coarse, {})
+
+    def begun(self, kind, passes, tokens) -> Before:
+        embedded = self.weights.rows("embed.weight", tokens)
+        streams = rounded = embedded.double()[:, None].expand(-1, 4, -1)
+        if kind == "draft":
+            hidden = torch.cat([p.hidden for p in passes]).to(self.device).view(len(tokens), 4, -1)
+            streams, rounded = (
+                model.draft_streams(self.config, self.weights.under("mtp.0."), embedded, hidden, rules)
+                for rules in (Rules(), ROUNDED)
+            )
+        return Before(EMBEDDING, 0, streams, rounded)
+
+    def boundary(self, before: Before, modes, seen, entering):
+        """(streams, those of a coarse right engine) in front of a sublayer whose inputs were `seen`."""
+        streams, rounded, made = before.streams, before.rounded, before.made
+        if made is not None:
+            streams = model.behind(made.truth, streams, before.post, before.comb)
+            rounded = mhc.bf16(model.behind(made.rounded, rounded, before.post, before.comb))
+        truth, coarse = entering(streams), mhc.bf16(entering(rounded))
+        kept = torch.zeros(len(seen), dtype=torch.bool, device=self.device)
+        for mode in dict.fromkeys(modes):
+            rows = torch.tensor([i for i, one in enumerate(modes) if one == mode], device=self.device)
+            group = self.groups[before.what, mode, before.number]
+            effects = {} if made is None else self.effects(before, rows, entering)
+            kept[rows] = group.add(seen[rows], truth[rows], coarse[rows], effects)
+        for name, rows, less in made.units if made is not None else ():
+            without = model.behind(made.truth[rows] + less, before.streams[rows], before.post[rows], before.comb[rows])
+            error, by_rounding = seen[rows].double() - truth[rows], coarse[rows] - truth[rows]
+            effect, of_row = entering(without) - truth[rows], rows.tolist()
+            for mode in dict.fromkeys(modes[row] for row in of_row):
+                here = kept[rows] & torch.tensor([modes[row] == mode for row in of_row], device=self.device)
+                unit = self.groups[before.what, mode, before.number].units[name]
+                unit.add(error[here], by_rounding[here], effect[here], truth[rows][here])
+        return streams, rounded
+
+    def effects(self, before: Before, rows, entering) -> dict:
+        """{fault: what the next sublayer would have been given}."""
+        at, made, found = (before.streams[rows], before.post[rows], before.comb[rows]), before.made, {}
+        for name, f in made.faulty.items():
+            found[name] = entering(model.behind(f[rows], *at))
+        for name, rules in self.asked(MIXING).items():
+            if name is not None:
+                found[name] = entering(model.behind(made.truth[rows], *at, rules))
+        return found
+
+    def attention(self, passes, number, weights, ratio) -> Made:
+        """Of all passes."""
+        if passes is self.passes[BLOCK]:
+            return self.block_attention(passes, number, weights.under("attn."))
         found, histories, weights = defaultdict(list), {}, weights.under("attn.")
         faulty, every = faulty_ones(passes), ATTENTION | OF_RATIO[ratio]
         every = every | ({BLIND: None} if self.passes["draft"] is passes else {})
+        units, begin = [], 0
         for number_of_pass, one in enumerate(passes):
             y = one.y[2 * number].to(self.device)
-            for segment, tail in zip(one.segments, one.tails, strict=True):
+            for segment, pick in zip(one.segments, one.picks, strict=True):
                 before = [] if segment.source is None else [histories[segment.source][: segment.start]]
                 history = histories[segment.request] = torch.cat([*before, y[segment.rows]])
                 exact = history.double()  # once: by this are products found again
                 faults = {**every, BLIND: Rules(sees_before=one.first_drafts.get(segment.request, model.FAR))}
-                for name in self.asked(every):
-                    rules = faults[name] if name is not None and number_of_pass in faulty else None
-                    same = rules is None and name is not None
-                    first = segment.end - tail
-                    made = (
-                        found[None][-1]
-                        if same
-                        else model.attention(self.config, weights, exact, ratio, first=first, rules=rules)
-                    )
-                    found[name].append(made)
-        return {name: torch.cat(parts) for name, parts in found.items()}
+                rows = torch.arange(begin, begin + len(pick), device=self.device)
+                begin, at = begin + len(pick), (segment.start + pick).to(self.device)
+                is_asked = number_of_pass in faulty
 
-    def experts(self, weights, seen, tokens, hashed) -> dict:
-        """{fault or None: the sublayer's output [rows, hidden]}."""
-        x, limit = seen.double(), self.config.swiglu_limit
-        shared, made = model.mlp(weights.under("shared_experts."), x, limit), {}
-        chosen, found = None, {}
+                def noted(kind, unit, less, rows=rows):
+                    units.append((f"{kind} {unit}", rows, less))
+
+                def made(rules, parts=None, exact=exact, at=at):
+                    return model.attention(self.config, weights, exact, ratio, at=at, rules=rules, parts=parts)
+
+                found[None].append(made(None, noted if is_asked and self.faults is None else None))
+                found[ROUNDED].append(made(ROUNDED))
+                for name in self.asked(every):
+                    if name is not None:
+                        found[name].append(made(faults[name]) if is_asked else found[None][-1])
+        outputs = {name: torch.cat(parts) for name, parts in found.items()}
+        return self.made(outputs.pop(None), outputs.pop(ROUNDED), outputs, units)
+
+    def block_attention(self, passes, number, weights) -> Made:
+        found, units, begin, faulty = defaultdict(list), [], 0, faulty_ones(passes)
+        every = {name: rules for name, rules in ATTENTION.items() if rules.sees_itself} | OF_BLOCK
+        for number_of_pass, one in enumerate(passes):
+            y = one.y[2 * number].to(self.device)
+            for segment, pick, window in zip(one.segments, one.picks, one.windows, strict=True):
+                rows = torch.arange(begin, begin + len(pick), device=self.device)
+                begin, is_asked = begin + len(pick), number_of_pass in faulty
+
+                def noted(kind, unit, less, rows=rows):
+                    units.append((f"{kind} {unit}", rows, less))
+
+                def made(
+                    rules, block=None, parts=None, y=y[segment.rows], window=window, start=segment.start, pick=pick
+                ):
+                    block, stage = block or BlockRules(), self.weights.under("mtp.0.")
+                    hidden = window.to(self.device)
+                    context = draft_block.context_of(self.config, stage, hidden, rules or Rules(), block)
+                    options = {"of": pick.to(self.device), "rules": rules, "block": block, "parts": parts}
+                    return draft_block.attention(self.config, weights, y, context, start, **options)
+
+                found[None].append(made(None, None, noted if is_asked and self.faults is None else None))
+                found[ROUNDED].append(made(ROUNDED))
+                for name, rules in self.asked(every).items():
+                    if name is None:
+                        continue
+                    of_block = isinstance(rules, BlockRules)
+                    other = made(None, rules) if of_block and is_asked else made(rules) if is_asked else found[None][-1]
+                    found[name].append(other)
+        outputs = {name: torch.cat(parts) for name, parts in found.items()}
+        return self.made(outputs.pop(None), outputs.pop(ROUNDED), outputs, units)
+
+    def experts(self, weights, seen, tokens, hashed) -> Made:
+        x, limit, found, units = seen.double(), self.config.swiglu_limit, {}, []
+        is_draft = self.draft is not None and weights.prefix.startswith("mtp.")
+        config = replace(self.config, topk=self.draft.topk) if is_draft else self.config
+        shared, rounded = (model.mlp(weights.under("shared_experts."), x, limit, rules) for rules in (None, ROUNDED))
+        chosen, made = None, None
         for name, rules in self.asked(EXPERTS | (HASHED if hashed else BIASED)).items():
-            ids, shares = model.routed(self.config, weights, x, tokens, hashed=hashed, rules=rules)
-            if chosen is None or not torch.equal(ids, chosen):
+            ids, shares, margin = model.routed(config, weights, x, tokens, hashed=hashed, rules=rules)
+            if chosen is None:
+                chosen, (made, coarse) = ids, model.outputs(weights, x, ids, limit, None, ROUNDED)
+                rounded = rounded + torch.einsum("rkh,rk->rh", coarse, shares)
+                units = self.of_each_expert(ids, made, shares, margin)
+            elif not torch.equal(ids, chosen):
                 chosen, made = ids, model.outputs(weights, x, ids, limit)
             found[name] = torch.einsum("rkh,rk->rh", made, shares) + shared * rules.shared_expert
+        return self.made(found.pop(None), rounded, found, units)
+
+    def of_each_expert(self, ids, made, shares, margin) -> list:
+        """But for rows that a rounding of the router's may have given others."""
+        found = []
+        for expert in ids.unique().tolist() if self.faults is None else ():
+            rows, slots = ((ids == expert) & (margin > NEAR)[:, None]).nonzero(as_tuple=True)
+            if len(rows):
+                found.append((f"expert {expert}", rows, -made[rows, slots] * shares[rows, slots, None]))
         return found
+
+    def made(self, truth, rounded, faulty, units) -> Made:
+        if PART in self.asked({PART: None}):
+            faulty[PART] = torch.zeros_like(truth)
+        return Made(truth, rounded, faulty, units)
 
     def asked(self, faults) -> dict:
         """The model itself, under None, and the faults that are looked for."""
@@ -379,10 +523,9 @@ def rows_alike(old: torch.Tensor, new: torch.Tensor) -> int:
     return next((rows for rows in tried if rows > 0 and torch.equal(old[:rows], new[:rows])), 0)
 
 
-def tails_of(one: Pass) -> torch.Tensor:
+def picks_of(one: Pass) -> torch.Tensor:
     """The judged ones of attention's rows."""
-    parts = zip(one.segments, one.tails, strict=True)
-    return torch.cat([torch.arange(segment.rows.stop - tail, segment.rows.stop) for segment, tail in parts])
+    return torch.cat([segment.rows.start + pick for segment, pick in zip(one.segments, one.picks, strict=True)])
 
 
 def faulty_ones(passes) -> set:

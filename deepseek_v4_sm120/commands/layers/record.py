@@ -15,6 +15,7 @@ from deepseek_v4_sm120.reference.mhc import STREAMS
 from deepseek_v4_sm120.sglang_patches.rows.layers import FACTS
 
 PROMPT, VERIFY = "EXTEND", "TARGET_VERIFY"
+BLOCK = "block"  # the kind of DSPARK's drafts
 
 
 class Unjudged(Exception):
@@ -29,6 +30,7 @@ class Segment:
     start: int
     rows: slice
     source: int | None
+    following: tuple = ()  # of each row the token that the answer has behind it; None: it is not known
 
     @property
     def end(self) -> int:
@@ -67,9 +69,11 @@ class Sent:
                 continue
             if kind == "target":
                 self._check(request, start, tokens[rows], mode)
-            source = self._source(kind, request, start, mode)
-            found.append(Segment(request, start, rows, source))
-            self._known[kind, request] = found[-1].end
+            following = self._following(request, start, tokens[rows]) if kind == "target" else ()
+            source = self._source("target" if kind == BLOCK else kind, request, start, mode)
+            found.append(Segment(request, start, rows, source, following))
+            if kind != BLOCK:
+                self._known[kind, request] = found[-1].end
         return found
 
     def _whose(self, slot: int, start: int, tokens: list[int]) -> int | None:
@@ -90,6 +94,14 @@ class Sent:
             )
         seen = self._seen.setdefault((request, mode == PROMPT), set())
         seen.update(start + i for i, one in enumerate(tokens) if start + i >= len(whole) or whole[start + i] == one)
+
+    def _following(self, request: int, start: int, tokens: list[int]) -> tuple:
+        """Of an answer's tokens, behind rows that hold what was answered."""
+        whole, prompt = self.tokens[request], self.prompts[request]
+        as_sent = [whole[start : start + i + 1] == tokens[: i + 1] for i in range(len(tokens))]
+        at = range(start + 1, start + 1 + len(tokens))
+        known = [ok and prompt <= i < len(whole) for ok, i in zip(as_sent, at, strict=True)]
+        return tuple(whole[i] if ok else None for ok, i in zip(known, at, strict=True))
 
     def _source(self, kind: str, request: int, start: int, mode: str) -> int | None:
         """None: there is nothing before. A prefix that the cache had is another request's."""
@@ -164,11 +176,15 @@ def problem(one) -> str | None:
     if not isinstance(one.get("y"), list) or not all(isinstance(y, torch.Tensor) for y in one["y"]):
         return "no pass of ours"
     rows, hidden = len(one["tokens"]), one["out"].shape[-1]
-    if one.get("kind") not in ("target", "draft") or not isinstance(one.get("mode"), str):
+    if one.get("kind") == BLOCK:
+        hidden //= STREAMS
+    if one.get("kind") not in ("target", "draft", BLOCK) or not isinstance(one.get("mode"), str):
         return "of no kind"
     if one["kind"] == "draft" and tuple(getattr(one.get("hidden"), "shape", ())) != (rows, STREAMS * hidden):
         return "a draft without the streams that it goes on from"
-    if len(one["positions"]) != rows or any(tuple(y.shape) != (rows, hidden) for y in (*one["y"], one["out"])):
+    if one["out"].dim() != 2 or len(one["out"]) != rows:
+        return f"not {rows} rows behind the last layer (a pass that ran in parts: prompts_in_halves)"
+    if len(one["positions"]) != rows or any(tuple(y.shape) != (rows, hidden) for y in one["y"]):
         return f"not {rows} rows of {hidden} in every layer (a pass that ran in parts: prompts_in_halves)"
     return None
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-EMBEDDING = "embedding"
+EMBEDDING, CONTEXT = "embedding", "the drafts' context"
+PART = "a part of it is missing"  # the share is how much
 SHARE = 0.25  # of a known fault in an error; an engine that has it would be at 1
 CLEAR = 0.04  # a fault's share is told where chance alone would make of it less than this,
+CHANCE, SURE = 0.2, 2.5  # the coarsest right engine has less of; and so many times what it has is none of chance
 STRONG = 0.01  # and the fault at least so much of the output: bf16's own rounding of it is a tenth of that
 OTHERWISE = 0.02  # of the rows, that may be another choice; they count neither as error nor as fault
 LAYER_SHARE = 0.5  # the same of one layer alone, whose rows are few
 LAYER_OTHERWISE, FEW = 0.25, 2
-WRONG = 0.25  # relative error, a layer's: FP8's rounding was seen to make 0.09 of it
+TIMES = 2.0  # a layer's error, of what the coarsest right engine's rounding makes of the same: what is more is wrong
+LEAST = 0.01  # relative error that is none: some roundings to bf16
+PART_SHARE, PART_CLEAR = 0.08, 0.015  # of PART: an eighth is what one of eight cards adds
+UNIT_SHARE, TWICE, UNIT_CLEAR = 0.5, -0.8, 0.1  # of a head, an expert, a page of keys; -1: it is there twice
+NAMED = 4  # units of a layer by name, the others by their number
 PLAIN = ("target, extend", "target, decode")  # passes that must have been seen
 VERIFIED = ("target, extend", "target, target_verify")
+BLOCKS = (*VERIFIED, "block, target_verify")
 DRAFTED = (*VERIFIED, "draft, extend", "draft, decode", "draft, draft_extend_v2")
 RIGHT, FAULT, UNJUDGED = 0, 1, 2  # exit status
 
@@ -32,11 +39,31 @@ class Verdict:
 
 def told(group: dict) -> dict:
     """{fault: its share} of those that can be told."""
-    return {k: f["share"] for k, f in group["faults"].items() if f["reach"] < CLEAR and f["strength"] >= STRONG}
+    return {
+        name: one["share"]
+        for name, one in group["faults"].items()
+        if one["reach"] < (PART_CLEAR if name == PART else CLEAR)
+        and one["strength"] >= STRONG
+        and abs(one["chance"]) < (PART_SHARE / 2 if name == PART else CHANCE)
+    }
 
 
-def of(groups: list[dict], layers: int, wanted: tuple[str, ...]) -> Verdict:
-    """layers: of the model; wanted: the kinds of passes that must be there."""
+def told_units(group: dict) -> dict:
+    """{unit: its share} of those that can be told."""
+    units = group["units"].items()
+    return {name: one["share"] for name, one in units if one["reach"] < UNIT_CLEAR and abs(one["chance"]) < CHANCE}
+
+
+def is_there(fault: str, group: dict, least: float) -> bool:
+    """Of one that can be told: by its share, and by what rounding makes of that."""
+    one = group["faults"].get(fault)
+    least = PART_SHARE if fault == PART else least
+    return one is not None and fault in told(group) and abs(one["share"]) > max(least, SURE * abs(one["chance"]))
+
+
+def of(groups: list[dict], layers: int, wanted: tuple[str, ...], tokens: list[dict] | None = None) -> Verdict:
+    """layers: of the model; wanted: the kinds of passes that must be there; tokens: what tokens.py found, None: it was
+    not asked."""
     found = Verdict()
     lacks = [mode for mode in wanted if mode not in {group["mode"] for group in groups if group["rows"]}]
     if lacks:
@@ -50,6 +77,7 @@ def of(groups: list[dict], layers: int, wanted: tuple[str, ...]) -> Verdict:
         return found
     for group in groups:
         _of_group(group, found)
+    _of_tokens(tokens, wanted, found)
     for mode in wanted if layers else ():
         if not mode.startswith("target"):
             continue
@@ -57,13 +85,41 @@ def of(groups: list[dict], layers: int, wanted: tuple[str, ...]) -> Verdict:
             seen = {n for g in groups if g["mode"] == mode and g["what"].startswith(part) for n in g["layers"]}
             if seen and len(seen) != layers:
                 found.unjudged.append(f"{part} of {layers - len(seen)} layers were not seen ({mode})")
-    could = {fault for group in groups for fault in told(group)}
-    every = {fault for group in groups for fault in group["faults"]}
-    if every - could:
-        found.notes.append(f"could not be told, whether there or not: {', '.join(sorted(every - could))}")
-    if groups and not could:
+    for mode in dict.fromkeys(group["mode"] for group in groups):
+        of_mode = [group for group in groups if group["mode"] == mode]
+        every, could = ({fault for group in of_mode for fault in of(group)} for of in (lambda g: g["faults"], told))
+        if every - could:
+            found.notes.append(f"{mode}: could not be told, whether there or not: {', '.join(sorted(every - could))}")
+        if unsure := _alone(of_mode, every & could):
+            found.notes.append(f"{mode}: could not be told of each layer alone: {', '.join(unsure)}")
+    if groups and not any(told(group) for group in groups):
         found.unjudged.append("no known fault could be told from rounding")
     return found
+
+
+def _alone(groups: list[dict], faults: set) -> list[str]:
+    """The faults that a single layer may have unseen, and how many of those that were asked."""
+    layers = [layer for group in groups for layer in group["layers"].values()]
+    asked = {fault: [layer for layer in layers if fault in layer["faults"]] for fault in sorted(faults)}
+    unsure = {fault: [layer for layer in of if fault not in told(layer)] for fault, of in asked.items()}
+    return [f"{fault} ({len(unsure[fault])} of {len(asked[fault])})" for fault in asked if unsure[fault]]
+
+
+def _of_tokens(tokens: list[dict] | None, wanted: tuple[str, ...], found: Verdict) -> None:
+    for one in tokens or ():
+        where, few = f"{one['what']}, {one['mode']}", 1 if one["rows"] < 1 / OTHERWISE else 0
+        if one["off"] > max(OTHERWISE * one["rows"], few) or 0 < one["rows"] == one["off"]:
+            as_if = [name for name, off in one["otherwise"].items() if off <= OTHERWISE * one["rows"]]
+            why = f": {' or '.join(as_if)}" if as_if else ""
+            found.faults.append(f"{where}: {one['off']} of {one['rows']} are not the greatest of their rows{why}")
+    modes = {one["mode"] for one in tokens or ()}
+    lacks = (
+        []
+        if tokens is None
+        else [mode for mode in wanted if mode.startswith(("target", "block")) and mode not in modes]
+    )
+    if lacks:
+        found.unjudged.append(f"no token was seen behind passes of the kind {' and '.join(lacks)}")
 
 
 def _of_group(group: dict, found: Verdict) -> None:
@@ -73,15 +129,30 @@ def _of_group(group: dict, found: Verdict) -> None:
         found.faults.append(
             f"{where}: {group['outliers']} of {group['rows']} rows are more than half off, or no numbers"
         )
+    if group["odd"] > max(OTHERWISE * group["rows"], few) or 0 < group["rows"] == group["odd"]:
+        found.faults.append(f"{where}: {group['odd']} of {group['rows']} rows are further off than rounding makes them")
     for fault, share in told(group).items():
-        if abs(share) > SHARE:
+        if is_there(fault, group, SHARE):
             found.faults.append(f"{where}: {fault}, {share:.2f} of it")
+    _of_units(where, group, found)
     for number, layer in group["layers"].items():
         at = f"{where}, layer {number}"
-        if layer["outliers"] >= FEW and layer["outliers"] > LAYER_OTHERWISE * layer["rows"]:
-            found.faults.append(f"{at}: {layer['outliers']} of {layer['rows']} rows are more than half off")
-        if layer["error"] is not None and layer["error"] > WRONG:
-            found.faults.append(f"{at}: a relative error of {layer['error']:.2f}, which rounding does not make")
+        for name, said in (("outliers", "more than half off"), ("odd", "further off than rounding makes them")):
+            if layer[name] >= FEW and layer[name] > LAYER_OTHERWISE * layer["rows"]:
+                found.faults.append(f"{at}: {layer[name]} of {layer['rows']} rows are {said}")
+        if layer["error"] is not None and not layer["error"] <= max(TIMES * layer["rounding"], LEAST):
+            found.faults.append(
+                f"{at}: a relative error of {layer['error']:.3f}, where rounding makes {layer['rounding']:.3f}"
+            )
         for fault, share in told(layer).items():
-            if abs(share) > LAYER_SHARE and abs(told(group).get(fault, 0.0)) <= SHARE:
+            if is_there(fault, layer, LAYER_SHARE) and not is_there(fault, group, SHARE):
                 found.faults.append(f"{at}: {fault}, {share:.2f} of it")
+        _of_units(at, layer, found)
+
+
+def _of_units(where: str, group: dict, found: Verdict) -> None:
+    wrong = {name: share for name, share in told_units(group).items() if not TWICE < share < UNIT_SHARE}
+    if wrong:
+        names = ", ".join(f"{name} ({share:.2f})" for name, share in list(wrong.items())[:NAMED])
+        more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        found.faults.append(f"{where}: missing, or others in their place: {names}{more}")

@@ -3,7 +3,7 @@
 from deepseek_v4_sm120 import LAYERS as VARIABLE
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch, Target
-from deepseek_v4_sm120.sglang_patches.names import ATTENTION, MODEL_RUNNER
+from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, MODEL_RUNNER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import MODEL_FORWARD, MODEL_FORWARD_PARAMETERS, MTP_MODEL
 
 ASKED, FACTS = "asked.json", "server.json"  # files: what is to be recorded, and what the server is
@@ -11,9 +11,9 @@ SINCE = ">=0.5.14,<0.6"
 EXPERTS = "sglang.srt.models.deepseek_v2:DeepseekV2MoE.forward"
 
 
-def _target(where: str, name: str, parameters: Parameters) -> Target:
+def _target(where: str, name: str, parameters: Parameters, sglang: str = SINCE) -> Target:
     replacement = f"deepseek_v4_sm120.sglang_patches.layer_record:replace_{name}"
-    return Target(where=where, sglang=SINCE, contract=parameters, replacement=replacement)
+    return Target(where=where, sglang=sglang, contract=parameters, replacement=replacement)
 
 
 LAYERS = Patch(
@@ -26,6 +26,18 @@ LAYERS = Patch(
             f"{MTP_MODEL}.forward",
             "draft_forward",
             Parameters(("self", "input_ids", "positions", "forward_batch"), further="any"),
+        ),
+        _target(
+            f"{DSPARK}.forward",
+            "block_forward",
+            Parameters(("self", "input_ids", "positions", "forward_batch"), further="any"),
+            DSPARK_SINCE,
+        ),
+        _target(
+            f"{DSPARK.partition(':')[0]}:DSparkAttention.forward",
+            "draft_attention_forward",
+            Parameters(("self", "positions", "hidden_states"), further="any"),
+            DSPARK_SINCE,
         ),
         _target(f"{ATTENTION}.forward", "attention_forward", Parameters(("self", "x"), further="any")),
         _target(EXPERTS, "experts_forward", Parameters(("self", "hidden_states"), further="any")),

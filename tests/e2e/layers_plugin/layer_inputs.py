@@ -12,6 +12,8 @@ HOOKED = {  # what is recorded -> the function
     "draft": f"{DRAFT}.DeepseekV4ModelNextN.forward",
     "attention": f"{TARGET}.MQALayer.forward",
     "experts": "sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward",
+    "block": "sglang.srt.models.deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark.forward",
+    "draft_attention": "sglang.srt.models.deepseek_v4_dspark.DSparkAttention.forward",
     "runner": "sglang.srt.model_executor.model_runner.ModelRunner.forward",
 }
 
