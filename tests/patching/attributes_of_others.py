@@ -1,7 +1,17 @@
 """What adapters read of objects that are not SGLang's, and what they read where something else is there, for
-test_wheel_attributes.py."""
+test_wheel_attributes.py, which has no room for what `abort_names` reads of SGLang's."""
 
 import torch
+
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH, REQUEST, SCHEDULER
+
+SRT = "sglang.srt"
+OF_ABORTS = {
+    "recv_req": ((f"{SRT}.managers.io_struct:AbortReq",),),
+    **{"one": ((REQUEST,),), "batch": ((BATCH,),), "scheduler": ((SCHEDULER,),)},
+    "entry": ((f"{SRT}.disaggregation.decode:DecodeRequest",),),
+    "scheduler.grammar_manager": ((f"{SRT}.constrained.grammar_manager:GrammarManager",),),
+}
 
 # what is ours, torch's or Python's, by adapter; "*": in any
 OURS = {

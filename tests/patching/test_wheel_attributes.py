@@ -23,11 +23,18 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, REQUEST, SCHEDULER, SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH as SCHEDULE_BATCH
-from deepseek_v4_sm120.sglang_patches.table import BACKEND, CUTLASS_EXPERTS, FP8_METHOD, INDEXER, MARLIN_EXPERTS, TABLE
-from deepseek_v4_sm120.sglang_patches.table import SM120_ATTENTION_0_5_14
+from deepseek_v4_sm120.sglang_patches.table import (
+    BACKEND,
+    CUTLASS_EXPERTS,
+    FP8_METHOD,
+    INDEXER,
+    MARLIN_EXPERTS,
+    SM120_ATTENTION_0_5_14,
+    TABLE,
+)
 from tests.patching import attributes
 from tests.patching.attributes import Read, Release
-from tests.patching.attributes_of_others import GUARDED, OF_TENSORS_AND_OTHERS, OURS
+from tests.patching.attributes_of_others import GUARDED, OF_ABORTS, OF_TENSORS_AND_OTHERS, OURS
 from tests.patching.wheels import RELEASES, every_release, fetch
 
 SRT = "sglang.srt"
@@ -297,12 +304,7 @@ OBJECTS = {
         "part": CHAT_TEXT,
         "self.deepseek_recipe": ((SINCE_RECIPE, f"{SRT}.parser.deepseek_recipe_renderer:DeepSeekRecipe"),),
     },
-    "abort_names": {
-        "recv_req": ((f"{SRT}.managers.io_struct:AbortReq",),),
-        **{"one": ((REQUEST,),), "batch": ((SCHEDULE_BATCH,),), "scheduler": ((SCHEDULER,),)},
-        "entry": ((f"{SRT}.disaggregation.decode:DecodeRequest",),),
-        "scheduler.grammar_manager": ((f"{SRT}.constrained.grammar_manager:GrammarManager",),),
-    },
+    "abort_names": OF_ABORTS,
     "json_answers": {
         "request": CHAT_REQUEST,
         "response_format": ((f"{OPENAI}.protocol:ResponseFormat",),),
