@@ -33,7 +33,7 @@ IMPLEMENTATIONS = {
     HOST_GRAPHS4: "ours, every operator on, four cards, NCCL through host memory, prefill graphs",
     HOST_HALVES4: "ours, every operator on, four cards, NCCL through host memory, prefill graphs in halves",
     ROWS4: "ours, every operator on, four cards, plain decode of as many rows",
-    EAGLE4: "ours, every operator on, four cards, EAGLE 3/1/4, drafts with the head in E4M3",
+    EAGLE4: "ours, every operator on, four cards, EAGLE 3/1/4, drafts with the head in INT4",
     STOCK_EAGLE2: "SGLang stock (Hopper kernels, its own sums), two cards, EAGLE 3/1/4",
     EAGLE2: "ours, every operator on, two cards, EAGLE 3/1/4",
 }

@@ -164,9 +164,9 @@ IMPLEMENTATIONS = {
     "ops43_dspark3": "ours, every operator on, DSPARK, a block of 3",
     "lengths_told_dspark3": "ours, DSPARK, a block of 3",
     "lengths_asked_dspark3": "ours, DSPARK, a block of 3, its draft's lengths asked of the GPU",
-    "ops43_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3",
-    "ops43_glue_e4m3_drafts": "ours, EAGLE 3/1/4, the head in E4M3, without greedy_argmax and step_tables",
-    "ops43_router_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3, with router_topk",
+    "ops43_draft_head": "ours, every operator on, EAGLE 3/1/4, drafts with the head in INT4",
+    "ops43_glue_draft_head": "ours, EAGLE 3/1/4, the head in INT4, without greedy_argmax and step_tables",
+    "ops43_router_draft_head": "ours, every operator on, EAGLE 3/1/4, drafts with the head in INT4, with router_topk",
     **{
         f"{kind}_{name}": f"ours, {'not reproducible' if kind == 'unlike' else 'reproducible'}, {text}"
         for kind, name, text in (
@@ -211,7 +211,7 @@ KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answe
     "sums4_shadow": "SGLang stock, four cards, its own sums",
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
-EAGLE = ("ops43_eagle314", "ops43_e4m3_drafts", "ops43_router_e4m3_drafts")  # 3/1/4
+EAGLE = ("ops43_eagle314", "ops43_draft_head", "ops43_router_draft_head")  # 3/1/4
 WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_whole", "1"): {"decode step, ms, worst": 5.5, "launches per step": 950},
     ("ops43_whole", "8"): {"decode step, ms, worst": 11.5},
@@ -226,7 +226,7 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
 COST_BAR = 1.1  # times the prompt's time without one order of sums
 MOST_OFF = 1  # verifications of an answer: SGLang counts the one that is under way when it ends, or does not
 WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE, FEATURES_ISSUE = 7, 4, 21, 20, 23
-SPECULATION_RUNS = ("_eagle314", "_dspark3", "_e4m3_drafts", "cost43_without", "cost43_reproducible")
+SPECULATION_RUNS = ("_eagle314", "_dspark3", "_draft_head", "cost43_without", "cost43_reproducible")
 # and what norms, rotates and stores K: fused_k_norm_rope_flashmla
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 

@@ -105,7 +105,7 @@ DSPARK43 = dspark(**STAGES43)
 TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "--phases", "text"]
 TEXT += ["--batches", "8", "32", "--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
 TEXT += accepted_stage.TOKENIZER
-E4M3_DRAFTS = {"DSV4_SM120_SET": "draft_head=on"}
+DRAFT_HEAD = {"DSV4_SM120_SET": "draft_head=on"}
 OWN_GLUE = {"DSV4_SM120_SET": "draft_head=on,greedy_argmax=off,step_tables=off"}  # what lies between is SGLang's own
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
 DRAWN = ["--variant", "flash6h", "--new", "600", "--graph-bs", "1", "8", "32", "64", "--max-running", "64"]
@@ -238,8 +238,8 @@ STAGES = {
         Case("eagle112", TEXT + eagle(1), environment=EVERY_CALL),
         Case("eagle314", TEXT + eagle(3), environment=EVERY_CALL),
         Case("dspark3", TEXT + DSPARK, environment=EVERY_CALL),
-        Case("eagle314_shadow", TEXT + eagle(3), environment=EVERY_CALL | SHADOW | E4M3_DRAFTS),
-        Case("dspark3_shadow", TEXT + DSPARK, environment=EVERY_CALL | SHADOW | E4M3_DRAFTS),
+        Case("eagle314_shadow", TEXT + eagle(3), environment=EVERY_CALL | SHADOW | DRAFT_HEAD),
+        Case("dspark3_shadow", TEXT + DSPARK, environment=EVERY_CALL | SHADOW | DRAFT_HEAD),
         Case("stock_plain", TEXT, patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
         Case("stock_eagle314", TEXT + eagle(3), patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
     ],
@@ -268,14 +268,14 @@ STAGES = {
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
-        Case("ops43_e4m3_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | E4M3_DRAFTS, takes_turns=True),
+        Case("ops43_draft_head", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | DRAFT_HEAD, takes_turns=True),
         Case(
-            "ops43_glue_e4m3_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | OWN_GLUE, takes_turns=True
+            "ops43_glue_draft_head", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | OWN_GLUE, takes_turns=True
         ),
         Case(
-            "ops43_router_e4m3_drafts",
+            "ops43_router_draft_head",
             SPECULATION_TIMED + eagle(3),
-            environment=EVERY_CALL | {"DSV4_SM120_SET": f"{E4M3_DRAFTS['DSV4_SM120_SET']},{ROUTER_TOPK}"},
+            environment=EVERY_CALL | {"DSV4_SM120_SET": f"{DRAFT_HEAD['DSV4_SM120_SET']},{ROUTER_TOPK}"},
             takes_turns=True,
         ),
     ],
@@ -395,7 +395,7 @@ STAGES = {
         EVERY_CALL,
         NO_PEERS,
         graphs=prompts_stage.graph_options(sets),
-        drafts=(eagle(3), E4M3_DRAFTS),
+        drafts=(eagle(3), DRAFT_HEAD),
     ),
     # prompts in halves that take turns, and whole: to the last bit beside our sums of few rows; timed by NCCL alone
     **halves_stage.stages(

@@ -144,7 +144,7 @@ def test_the_drafts_head():
     assert bool(found[:, 200].isnan().all())
     numbers = [n for n in range(320) if n != 200]
     terms = (x.double().abs() @ kept.abs().T)[:, numbers]
-    near = (found - scores)[:, numbers].abs() <= 1e-4 * terms
+    near = (found - scores)[:, numbers].abs() <= 5e-4 * terms  # beside a massive channel sums begin far off
     anew = (found - exact)[:, numbers].abs() <= 1e-6 * terms
     assert bool((near | anew).all()) and bool((near.sum(1) >= len(numbers) - 4).all())
 

@@ -286,7 +286,7 @@ def test_the_prefill_interval_of_0_5_17_is_the_engines(monkeypatch):
 
 @pytest.mark.parametrize(
     ("asked", "absent"),
-    [("index_select=off", "dealt_index"), ("draft_head=on,fp8_linear=off", "draft_head"), ("mhc=off", None)],
+    [("index_select=off", "dealt_index"), ("draft_head=on,bf16_linear=off", "draft_head"), ("mhc=off", None)],
 )
 def test_a_default_is_not_on_where_its_patch_is_not_in_place(python_with_torch, tree, asked, absent):
     """The two tables of one answer, and what doctor and others read of it, say the same."""
