@@ -182,7 +182,7 @@ def test_of_several_kinds_of_cards_nobody_knows_which_cuda_takes(monkeypatch):
     gpus = nvidia_smi.read(smi(rtx(4))).gpus
     mixed = [dataclasses.replace(gpu, memory_used=90_000, name=f"RTX {gpu.index // 2}") for gpu in gpus]
     monkeypatch.setattr(serve.nvidia_smi, "read", lambda run: SimpleNamespace(gpus=mixed))
-    plan = SimpleNamespace(weights=70e9, request=SimpleNamespace(gpus=2))
+    plan = SimpleNamespace(weights=70e9, request=SimpleNamespace(gpus_of_host=2))
     assert serve.taken(plan) == []
     mixed[:] = [dataclasses.replace(gpu, name="RTX") for gpu in mixed]
     assert len(serve.taken(plan)) == 2

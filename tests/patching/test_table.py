@@ -61,7 +61,7 @@ DEALT = ",dealt_index=on"
         ("bf16_linear=off,dealt_products=on", ["bf16_linear", "dealt_products", "draft_head", "reproducible_head"]),
         *(("prompts_in_halves=on", ()), ("prompts_in_halves=4096", ())),
         *(("draft_head=on", ()), ("draft_input=off", ["draft_input"])),
-        ("fp8_linear=off,draft_head=on", ["fp8_linear", "draft_input"]),
+        ("bf16_linear=off,draft_head=on", ["bf16_linear", "dealt_products", "draft_head", "reproducible_head"]),
         *(("wo_a=off", ["wo_a"]), ("dspark_lengths=off", ["dspark_lengths"])),
         *(("dealt_index=on", ()), ("dealt_index=off", ["dealt_index"])),
         *((f"index_select=off{more}", ["index_select", "dealt_index", "prefill_graphs"]) for more in ("", DEALT)),
