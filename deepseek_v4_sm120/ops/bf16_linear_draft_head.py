@@ -85,7 +85,7 @@ def fill(weight, copy) -> None:
     copy         as `empty` makes it, written
     accuracy     relative L2 0.1 where weights are normally distributed: the nearest of what lies up to 7 scales
     raises       TypeError (dtype), ValueError (shape, stride, alignment, overlap)
-    cuda graphs  device operations alone, in place, no host sync; scratch through torch, less than 400 MB whatever the size
+    cuda graphs  device operations alone, in place, no host sync; scratch through torch, less than 400 MB
     """
     check = Call("fill", "weight", weight)
     outputs = check_weight(check, weight)
