@@ -11,6 +11,7 @@ import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.reference import bf16_linear as bf16_reference
+from deepseek_v4_sm120.reference import bf16_linear_draft_head as draft_head
 from deepseek_v4_sm120.reference import fp8_linear as fp8_reference
 from deepseek_v4_sm120.reference import mhc as mhc_reference
 from deepseek_v4_sm120.reference import mxfp4_moe as moe_reference
@@ -278,3 +279,41 @@ def test_the_argmax_of_a_vocabulary(wrong, monkeypatch):
         return
     with pytest.raises(Failure, match="places differ"):
         router_topk._check_argmax()
+
+
+# ---- what drafts guess with
+
+
+def of_head(x, copy, weight):
+    return draft_head.draft_head(x, copy, weight).float()
+
+
+def of_the_first_part_alone(x, copy, weight):
+    found, by_copy = of_head(x, copy, weight), draft_head.scores(x, copy).float()
+    return torch.cat([found[:, :2048], by_copy[:, 2048:]], 1)
+
+
+WRONG_LOGITS = {
+    "the copy's alone": lambda x, copy, weight: draft_head.scores(x, copy).float(),
+    "the best of one part": of_the_first_part_alone,
+    "the head's of all": lambda x, copy, weight: (x.double() @ weight.double().T).float(),
+    "of the row above": lambda *call: of_head(*call).roll(1, 0),
+    "of the output beside": lambda *call: of_head(*call).roll(1, 1),
+    "of the batch": lambda x, *more: of_head(x, *more) * (1 + 1e-4 * len(x)),
+    "no numbers": lambda *call: torch.full_like(of_head(*call), torch.nan),
+    "nothing": lambda *call: torch.zeros_like(of_head(*call)),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG_LOGITS])
+def test_what_drafts_guess_with(wrong, monkeypatch):
+    monkeypatch.setattr(torch, "Generator", lambda device: GENERATOR())
+    make_head, make_x = bf16_linear.make_head, bf16_linear.make_x
+    monkeypatch.setattr(bf16_linear, "make_head", lambda outputs, made: make_head(2560, made, hidden=1024))
+    monkeypatch.setattr(bf16_linear, "make_x", lambda rows, made: make_x(rows, made, hidden=1024))
+    monkeypatch.setattr(bf16_linear.draft_head, "draft_head", WRONG_LOGITS.get(wrong, of_head))
+    if wrong is None:
+        assert "guesses are the head's own" in bf16_linear._check_draft_head()
+        return
+    with pytest.raises(Failure):
+        bf16_linear._check_draft_head()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import bf16_linear_draft_head as op
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import bf16_linear_draft_head as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 
@@ -95,6 +96,11 @@ def test_refusals():
         with pytest.raises(error, match=words) as raised:
             op.draft_head(**{"x": x, "copy": copy, "weight": weight} | call)
         assert str(raised.value).startswith("draft_head: ")
+
+
+def test_the_layout_is_the_kernels():
+    layout = op.TILE_OUTPUTS, op.SCALE_INPUTS, op.UNIT_INPUTS, op.UNIT_BYTES, op.PART_OUTPUTS, op.BEST
+    assert extension.load().draft_head_layout == layout
 
 
 # ---- what it does to guesses
