@@ -11,6 +11,7 @@
 #include "../device/numbers.cuh"
 #include "../device/terms.cuh"
 #include "draft.h"
+#include "norm.cuh"
 
 namespace dsv4::fp8_linear {
 
@@ -40,26 +41,14 @@ __global__ void __launch_bounds__(kMostThreads) draft_norms_kernel(const __grid_
   }
   uint4 x = load_16_now(from + at);
   if (!is_there) x = make_uint4(kNanPair, kNanPair, kNanPair, kNanPair);
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float low = bf16_low(word_of(x, i)), high = bf16_high(word_of(x, i));
-    sum = fmaf(high, high, fmaf(low, low, sum));
-  }
-  sum = sum_of_lanes(sum);
+  float sum = sum_of_lanes(sum_of_squares(x));
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   sum = sum_of_lanes(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f);
   const float root = rsqrtf(sum / static_cast<float>(p.inputs) + (is_hidden ? p.hidden_eps : p.embedded_eps));
-  const uint32_t weights[4] = {__float_as_uint(w.x), __float_as_uint(w.y), __float_as_uint(w.z), __float_as_uint(w.w)};
-  uint32_t y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t v = word_of(x, i), m = weights[i];
-    y[i] = pack_bf16x2(bf16_low(v) * root * bf16_low(m), bf16_high(v) * root * bf16_high(m));
-  }
+  const uint4 weight = make_uint4(__float_as_uint(w.x), __float_as_uint(w.y), __float_as_uint(w.z), __float_as_uint(w.w));
   uint16_t* const out = (is_hidden ? p.hidden_out : p.embedded_out) + static_cast<int64_t>(row) * p.inputs + at;
-  *reinterpret_cast<uint4*>(out) = make_uint4(y[0], y[1], y[2], y[3]);
+  *reinterpret_cast<uint4*>(out) = normed(x, root, weight);
 }
 
 // Four outputs of a row of a product's, rounded.

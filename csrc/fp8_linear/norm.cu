@@ -4,7 +4,7 @@
 // runs beside it (docs/notes/fp8_linear.md); now they have asked for their first weights when it ends.
 #include "../device/barriers.cuh"
 #include "../device/memory.cuh"
-#include "../device/numbers.cuh"
+#include "norm.cuh"
 #include "norm.h"
 
 namespace dsv4::fp8_linear {
@@ -21,23 +21,11 @@ __global__ void __launch_bounds__(kNormThreads) norm_kernel(const __grid_constan
   pdl_wait();
   pdl_trigger();
   const uint4 x = load_16_now(p.x + blockIdx.x * p.x_stride + threadIdx.x * kEach);
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float low = bf16_low(word_of(x, i)), high = bf16_high(word_of(x, i));
-    sum = fmaf(high, high, fmaf(low, low, sum));
-  }
-  sum = sum_of_lanes(sum);
+  const float sum = sum_of_lanes(sum_of_squares(x));
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   const float root = rsqrtf(fmaf((sums[0] + sums[2]) + (sums[1] + sums[3]), 1.f / kNormInputs, p.eps));
-  uint32_t y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t v = word_of(x, i), m = word_of(w, i);
-    y[i] = pack_bf16x2(bf16_low(v) * root * bf16_low(m), bf16_high(v) * root * bf16_high(m));
-  }
-  *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(blockIdx.x) * kNormInputs + threadIdx.x * kEach) = make_uint4(y[0], y[1], y[2], y[3]);
+  *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(blockIdx.x) * kNormInputs + threadIdx.x * kEach) = normed(x, root, w);
 }
 
 constexpr char kName[] = "latent_norm";

@@ -13,6 +13,7 @@ namespace dsv4::router_topk {
 namespace {
 
 constexpr int kPartThreads = 256, kPartWarps = kPartThreads / 32, kLoads = kPartNumbers / (4 * kPartThreads);
+
 // a block a part of a row
 __global__ void __launch_bounds__(kPartThreads) argmax_part_kernel(const __grid_constant__ ArgmaxParams p) {
   __shared__ uint2 of_warps[kPartWarps];
