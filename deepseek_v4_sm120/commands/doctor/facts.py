@@ -14,6 +14,7 @@ from types import ModuleType
 
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.commands.doctor import cpus, networks, nvidia_smi, pci, servers, visible
+from deepseek_v4_sm120.commands.plan import cards
 from deepseek_v4_sm120.patching import lifetime
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
@@ -142,11 +143,7 @@ def sitecustomize_files(path: list[str], ran: ModuleType | None) -> list[Path]:
 
 
 def _host_memory(root: Path) -> tuple[int, int] | None:
-    file = root / "proc/meminfo"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    told = {
-        name: int(rest.split()[0]) >> 10 for name, _, rest in (line.partition(":") for line in lines) if rest.split()
-    }
+    told = cards.host_memory(root)
     return (told["MemTotal"], told["MemAvailable"]) if {"MemTotal", "MemAvailable"} <= told.keys() else None
 
 

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepseek_v4_sm120.commands.doctor.pci import read_number, read_text
+
 ACTIVE = "ACTIVE"
 VIRTUAL = ("docker", "veth", "br-", "virbr", "tailscale", "tun", "wg", "ifb", "cni", "flannel", "cali")
 
@@ -59,7 +61,7 @@ def read(root: Path) -> Networks:
 
 
 def _looped(root: Path) -> str:
-    name, table = _text(root / "etc/hostname"), _text(root / "etc/hosts")
+    name, table = read_text(root / "etc/hostname"), read_text(root / "etc/hosts")
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
     at = [row[0] for row in rows if name and name in row[1:]]
     return name if at and at[0].startswith("127.") else ""
@@ -70,23 +72,14 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _interface(place: Path) -> Interface:
-    mtu = _text(place / "mtu")
-    is_up = _text(place / "operstate") == "up"
-    return Interface(place.name, is_up, (place / "wireless").is_dir(), int(mtu) if mtu.isdigit() else None)
+    is_up = read_text(place / "operstate") == "up"
+    return Interface(place.name, is_up, (place / "wireless").is_dir(), read_number(place / "mtu"))
 
 
 def _device(place: Path) -> Device:
     """By its first port: these cards have one a device."""
     port = next(iter(_folders(place / "ports")), place / "ports/1")
-    rate = re.match(r"\d+", _text(port / "rate"))  # "200 Gb/sec (4X HDR)"
+    rate = re.match(r"\d+", read_text(port / "rate"))  # "200 Gb/sec (4X HDR)"
     interface = next((one.name for one in _folders(place / "device/net")), None)
-    is_active = _text(port / "state").endswith(ACTIVE)  # "4: ACTIVE"
-    return Device(place.name, is_active, _text(port / "link_layer") or "RDMA", rate and int(rate[0]), interface)
-
-
-def _text(file: Path) -> str:
-    """ "" for what is not there, or not told while the link is down."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
+    is_active = read_text(port / "state").endswith(ACTIVE)  # "4: ACTIVE"
+    return Device(place.name, is_active, read_text(port / "link_layer") or "RDMA", rate and int(rate[0]), interface)

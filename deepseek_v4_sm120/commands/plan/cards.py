@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepseek_v4_sm120.commands.doctor.pci import read_text
 from deepseek_v4_sm120.commands.plan import memory
 
 MEMINFO = "proc/meminfo"
@@ -71,11 +72,12 @@ def of_name(name: str) -> Card:
     return GB10 if "GB10" in name else PRO
 
 
+def host_memory(root: Path) -> dict[str, int]:
+    """MiB by the system's names; empty where nothing tells."""
+    pairs = (line.partition(":") for line in read_text(root / MEMINFO).splitlines())
+    return {name: int(rest.split()[0]) >> 10 for name, _, rest in pairs if rest.split()}
+
+
 def host_memory_mib(root: Path) -> int:
     """The host's; 0 where nothing tells."""
-    try:
-        lines = (root / MEMINFO).read_text().splitlines()
-    except OSError:
-        return 0
-    told = [line.split()[1] for line in lines if line.startswith("MemTotal:")]
-    return int(told[0]) >> 10 if told else 0
+    return host_memory(root).get("MemTotal", 0)
