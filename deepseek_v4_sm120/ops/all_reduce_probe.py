@@ -28,6 +28,8 @@ REMEDY = (
     "BIOS: IOMMU off or pass-through, ACS off, Resizable BAR on; driver 580 or newer; in a container --ipc=host; "
     "`doctor` names the bridges"
 )
+NO_MEMORY = "out of memory"  # in what CUDA says of a card's memory, and of the host's that is locked
+MEMORY = "a card's memory is full (`nvidia-smi` names by whom), or the host's that may be locked (`ulimit -l`)"
 NCCL_P2P = "NCCL_P2P_DISABLE"
 NCCL_TOO = f"{NCCL_P2P}=1 now, for NCCL goes by peers too where it can; then "
 
@@ -60,6 +62,9 @@ class Verdict:
         return way is not None and way.problem is not None and way.is_tried
 
     def remedy(self) -> str:
+        problems = [way.problem for way in self.ways.values() if way.problem is not None]
+        if problems and all(NO_MEMORY in problem for problem in problems):
+            return MEMORY  # nothing is known of the way between the cards
         is_said = self.peers_fail and os.environ.get(NCCL_P2P, "0") in ("", "0")
         return (NCCL_TOO if is_said else "") + REMEDY
 

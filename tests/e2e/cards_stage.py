@@ -1,8 +1,9 @@
-"""The stages `reproducible2`, `reproducible4` (two and four cards) of run_stage.py, and with 43 layers, whose routers
-choose, `reproducible43_2` and `reproducible43_4`: with DSV4_SM120_SET=reproducible=on every log-probability to the last
-bit by chunks and with the prefix cache, and the same text with EAGLE as without."""
+"""The stages `reproducible2`, `reproducible4` and `reproducible8` (two, four, eight cards) of run_stage.py, and with 43
+layers, whose routers choose, `reproducible43_2`, `reproducible43_4` and `reproducible43_8`: with
+DSV4_SM120_SET=reproducible=on every log-probability to the last bit by chunks and with the prefix cache, and the same
+text with EAGLE as without."""
 
-WORDS = {2: "two cards", 4: "four cards"}
+WORDS = {2: "two cards", 4: "four cards", 8: "eight cards"}
 # (layers, as the runs' names have them, cards): words
 KINDS = {("", cards): words for cards, words in WORDS.items()}
 KINDS |= {("43", cards): f"{words}, 43 layers" for cards, words in WORDS.items()}

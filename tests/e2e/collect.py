@@ -30,6 +30,7 @@ import layers_rows  # noqa: E402
 import products_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 import shadow_rows  # noqa: E402
+import shared_cards  # noqa: E402
 import shortage_rows  # noqa: E402
 import soak_rows  # noqa: E402
 import start_rows  # noqa: E402
@@ -50,7 +51,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_chain4": ("chain4_43", "speculation4_43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
-    "e2e_sums": ("sums2", "sums4", "drawn2"),
+    "e2e_sums": ("sums2", "sums4", "sums8", "drawn2"),
     "e2e_sums_step": ("sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43", "dspark43", "dspark_lengths43"),
     "e2e_faults": ("faults2",),  # of faults_stage.py
@@ -58,8 +59,12 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_start": ("start",),  # of start_stage.py
     **{"e2e_shortage": ("shortage",), "e2e_layers": ("layers",)},  # of shortage_stage.py, layers_stage.py
     "e2e_accepted": ("accepted",),
-    "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2", "reproducible4"),
-    "e2e_reproducible43": ("reproducible43", "reproducible43_2", "reproducible43_4", "reproducible43_cost"),
+    "e2e_reproducible": ("reproducible", "reproducible_seams", *(f"reproducible{n}" for n in cards_stage.WORDS)),
+    "e2e_reproducible43": (
+        "reproducible43",
+        *(f"reproducible43_{n}" for n in cards_stage.WORDS),
+        "reproducible43_cost",
+    ),
     "e2e_features": ("features",),
     "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
     "e2e_halves": ("halves2_same", "halves4_same", "halves2_combined", "halves2_43"),
@@ -80,7 +85,7 @@ OF_THEIR_OWN = {  # stages with rows of their own
     **{"start": start_rows, "shortage": shortage_rows, "layers": layers_rows},
 }
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
-SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
+SAME_BITS = {"index_b": 5, **dict.fromkeys((f"sums{n}_b" for n in cards_stage.WORDS), 20), "index2_dealt": 22}
 FINITE_BAR = 0
 IMPLEMENTATIONS = {
     "stock": "SGLang stock (FlashMLA, Hopper)",
@@ -112,26 +117,20 @@ IMPLEMENTATIONS = {
         for dealt, words in (("dealt", "dealt"), ("undealt", "not dealt"))
         for timed, peers, through in (("", "", ""), ("_43", "", ""), ("_43", "_no_peers", ", NCCL through host memory"))
     },
-    "ops_tp2_shadow": "ours beside SGLang's, two cards",
-    "ops_tp2": "ours, every operator on, two cards",
-    "stock43_tp2": "SGLang stock, two cards (Hopper kernels)",
-    "ops43_tp2": "ours, every operator on, two cards",
-    "ops_tp4_shadow": "ours beside SGLang's, four cards",
-    "ops_tp4": "ours, every operator on, four cards",
-    "stock43_tp4": "SGLang stock, four cards (Hopper kernels)",
-    "ops43_tp4": "ours, every operator on, four cards",
     **{
         name: text
-        for n, cards in ((2, "two"), (4, "four"))
+        for n, cards in cards_stage.WORDS.items()
         for name, text in (
-            (f"sums{n}_shadow", f"ours beside SGLang's, {cards} cards and their sums"),
-            (f"sums{n}_a", f"ours, every operator on, {cards} cards"),
-            (f"sums{n}_b", f"ours, every operator on, {cards} cards"),
-            (f"nccl43_sums{n}", f"ours with NCCL's sums, {cards} cards"),
-            (f"nccl43_sums{n}_no_peers", f"ours with NCCL's sums through host memory, {cards} cards"),
-            (f"ops43_sums{n}", f"ours, every operator on, {cards} cards"),
-            (f"ops43_sums{n}_host", f"ours, every operator on, {cards} cards, sums through host memory"),
-            (f"stock43_sums{n}", f"SGLang stock and its own sums, {cards} cards"),
+            (f"ops_tp{n}_shadow", f"ours beside SGLang's, {cards}"),
+            *((f"{name}_tp{n}", f"ours, every operator on, {cards}") for name in ("ops", "ops43")),
+            (f"stock43_tp{n}", f"SGLang stock, {cards} (Hopper kernels)"),
+            (f"sums{n}_shadow", f"ours beside SGLang's, {cards} and their sums"),
+            *((f"sums{n}_{one}", f"ours, every operator on, {cards}") for one in "ab"),
+            (f"nccl43_sums{n}", f"ours with NCCL's sums, {cards}"),
+            (f"nccl43_sums{n}_no_peers", f"ours with NCCL's sums through host memory, {cards}"),
+            (f"ops43_sums{n}", f"ours, every operator on, {cards}"),
+            (f"ops43_sums{n}_host", f"ours, every operator on, {cards}, sums through host memory"),
+            (f"stock43_sums{n}", f"SGLang stock and its own sums, {cards}"),
         )
     },
     "plain": "ours, without speculation",
@@ -207,8 +206,7 @@ KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answe
     "ops_shadow": "SGLang stock (FlashMLA, paged extend)",
     "ops_tp2_shadow": "SGLang stock, two cards (paged extend, paged logits)",
     "ops_tp4_shadow": "SGLang stock, four cards (paged extend, paged logits)",
-    "sums2_shadow": "SGLang stock, two cards, its own sums",
-    "sums4_shadow": "SGLang stock, four cards, its own sums",
+    **{f"sums{n}_shadow": f"SGLang stock, {cards}, its own sums" for n, cards in cards_stage.WORDS.items()},
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
 EAGLE = ("ops43_eagle314", "ops43_draft_head", "ops43_router_draft_head")  # 3/1/4
@@ -481,7 +479,7 @@ def collect(stages, commit):
         rows += module.rows(row, [stage[name] for stage in stages if name in stage])
     features = merged_features(line for stage in stages for line in stage.get("features", []))
     rows += feature_rows(features)
-    return {
+    table = {
         **({"features": features} if features else {}),
         "device": stages[0]["device"],
         "date": stages[0]["date"],
@@ -496,6 +494,7 @@ def collect(stages, commit):
         },
         "rows": rows,
     }
+    return shared_cards.told(stages, table)
 
 
 def identity(found):

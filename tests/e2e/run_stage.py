@@ -31,6 +31,7 @@ import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
 import prompts_stage  # noqa: E402
+import shared_cards  # noqa: E402
 from stages import DIFFERENCES, SAMES, SIDE_BY_SIDE_ENVIRONMENT, STAGES, TEXTS  # noqa: E402
 from what_ran import commit, device, read_json  # noqa: E402
 
@@ -46,8 +47,9 @@ def environment(case, arguments):
     kept = SIDE_BY_SIDE_ENVIRONMENT | {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
     own = accepted_stage.environment(case, arguments.work) | features_stage.environment(case, arguments)
-    own |= drawn_stage.environment(case, arguments.work)
-    return kept | case.environment | reports | own | experts_stage.environment(case) | shelf(case, arguments)
+    own |= drawn_stage.environment(case, arguments.work) | experts_stage.environment(case)
+    own |= shared_cards.environment(arguments, own.get("PYTHONPATH", kept.get("PYTHONPATH")))
+    return kept | case.environment | reports | own | shelf(case, arguments)
 
 
 def shelf(case, arguments):
@@ -65,7 +67,8 @@ def command(case, arguments, number):
     port = arguments.first_port + arguments.port_step * number
     line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={port}"]
     line += ["--set", f"nccl_port={port + NCCL_PORT}", *features_stage.options(case, arguments)]
-    line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if case.takes_turns else []
+    in_turn = case.takes_turns and arguments.ranks_a_card == 1
+    line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if in_turn else []
     return [*line, "--patch", str(arguments.patch)] if case.patched else line
 
 
@@ -248,6 +251,8 @@ def parse(argv):
     parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="of the engines; another for a run beside")
     parser.add_argument("--ports", type=int, default=PORTS, help="how many there are for them")
     parser.add_argument("--only", nargs="+", help="only these cases of the stage")
+    shared = "of an engine: shared_cards.py; engines run one after the other"
+    parser.add_argument("--ranks-a-card", type=int, default=1, choices=shared_cards.RANKS, help=shared)
     return parser.parse_args(argv)
 
 
@@ -264,6 +269,8 @@ def main():
     if not cases:
         known = [c.name for c in STAGES[arguments.stage]]
         raise SystemExit(f"run_stage: no such case; stage {arguments.stage} has {known}")
+    if why := shared_cards.why_not(cases, arguments.ranks_a_card):
+        raise SystemExit(f"run_stage: {why}")
     for case in cases:  # what an earlier stage or an earlier try left must not be taken for this run's
         for suffix in SUFFIXES:
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
@@ -274,11 +281,14 @@ def main():
     arguments.turns.unlink(missing_ok=True)
     # engines that take turns wait until all of them are up
     alone = any(c.is_timed and not c.takes_turns for c in cases)
-    jobs = 1 if alone else max(arguments.jobs, arguments.engines)
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    jobs = 1 if alone or arguments.ranks_a_card > 1 else max(arguments.jobs, arguments.engines)
+    with shared_cards.service(arguments), concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {c.name: pool.submit(run_case, c, arguments, i, deadline) for i, c in enumerate(cases)}
         outcomes = {name: future.result() for name, future in futures.items()}
     only = f" --only {' '.join(arguments.only)}" if arguments.only else ""
+    ranks = arguments.ranks_a_card
+    shared = {shared_cards.KEY: ranks} if ranks > 1 else {}
+    only += f" --ranks-a-card {ranks}" if shared else ""
     stage = {
         "stage": arguments.stage,
         "device": device(),
@@ -289,6 +299,7 @@ def main():
         "differences": differences(arguments),
         "texts": texts(arguments),
         "sames": sames(arguments),
+        **shared,
     }
     if arguments.stage == "features":
         stage["features"] = features_stage.matrix(outcomes, arguments.work)

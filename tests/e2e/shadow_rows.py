@@ -11,7 +11,7 @@ OF_ITS_OWN = {  # and these of what they are for
     **dict.fromkeys(("index_shadow", "index_seams_shadow"), "index_select"),
     "index2_shadow": "dealt_index",
     "router_shadow": "router_topk",
-    **dict.fromkeys(("sums2_shadow", "sums4_shadow"), "all_reduce"),
+    **dict.fromkeys(("sums2_shadow", "sums4_shadow", "sums8_shadow"), "all_reduce"),
     **dict.fromkeys(("eagle314_shadow", "dspark3_shadow"), "draft_head"),
     **dict.fromkeys(experts_stage.SHADOWS, "mxfp4_moe"),
 }

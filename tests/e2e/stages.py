@@ -286,7 +286,7 @@ STAGES = {
             Case(f"sums{n}_{name}", sums(n, *SUMS_ANSWER), environment=EVERY_CALL | more, takes_turns=True)
             for name, more in (("shadow", SHADOW), ("a", {}), ("b", {}))
         ]
-        for n in (2, 4)
+        for n in cards_stage.WORDS
     },
     **{
         f"sums{n}_43": [
@@ -446,10 +446,11 @@ DIFFERENCES = [
     ("yardstick: the same stock kernels twice, 32,000 tokens", "ops32k_shadow", "stock32k"),
     ("ours against stock, two cards", "ops_tp2", "ops_tp2_shadow"),
     ("index rows dealt to two cards, against none dealt: 0", "index2_dealt", "index2_undealt"),
-    ("our sums, two cards, two processes: 0", "sums2_b", "sums2_a"),
-    ("our sums, four cards, two processes: 0", "sums4_b", "sums4_a"),
-    ("our sums against SGLang's, two cards", "sums2_a", "sums2_shadow"),
-    ("our sums against SGLang's, four cards", "sums4_a", "sums4_shadow"),
+    *((f"our sums, {cards}, two processes: 0", f"sums{n}_b", f"sums{n}_a") for n, cards in cards_stage.WORDS.items()),
+    *(
+        (f"our sums against SGLang's, {cards}", f"sums{n}_a", f"sums{n}_shadow")
+        for n, cards in cards_stage.WORDS.items()
+    ),
     ("ours against stock, four cards", "ops_tp4", "ops_tp4_shadow"),
     ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
     ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),

@@ -33,31 +33,11 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
     scripts = tmp_path / "repo/tests/e2e"
     scripts.mkdir(parents=True)
     (scripts / "engine_case.py").write_text(engine_case)
-    for name in (
-        "run_stage",
-        "stages",
-        "accepted_stage",
-        "callers_cards",
-        "cards_stage",
-        "chain_stage",
-        "drawn_stage",
-        "experts_stage",
-        "fault_rows",
-        "features_asked",
-        "features_stage",
-        "made_tokenizer",
-        "prefill_beside",
-        "prompt_times",
-        "prompts_stage",
-        "halves_stage",
-        "streams_stage",
-        "products_stage",
-        "what_ran",
-        "collect",
-    ):
-        (scripts / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
-    for plugin in ("drafts_plugin", "drawn_plugin", "presharded_plugin", "sm120_plugin"):
-        (scripts / plugin).symlink_to(HERE / plugin)
+    for script_path in HERE.glob("*.py"):
+        if not script_path.name.startswith(("engine_case.", "test_")):
+            (scripts / script_path.name).write_text(script_path.read_text())
+    for plugin in ("drafts", "drawn", "presharded", "shared_cards", "sm120"):
+        (scripts / f"{plugin}_plugin").symlink_to(HERE / f"{plugin}_plugin")
     package = tmp_path / "repo/deepseek_v4_sm120"
     package.mkdir()
     (package / "__init__.py").write_text((HERE.parents[1] / "deepseek_v4_sm120/__init__.py").read_text())

@@ -109,6 +109,17 @@ def test_a_way_that_fails_on_one_rank_is_taken_on_none(what, program):
     )
 
 
+def test_memory_that_is_full_says_nothing_of_the_bus():
+    """Seen with sixteen processes on a card. Where another way failed for its own reason, that is to be mended."""
+    full = probe.Way("rank 2: AcceleratorError: CUDA error: out of memory", is_tried=False)
+    refused = probe.Way("rank 1: all_reduce memory: cudaIpcOpenMemHandle: peer access is not supported")
+    found = probe.Verdict(8, None, {"peer": full, "host": full}, 1.0)
+    assert found.remedy() == probe.MEMORY and found.describe().endswith(f"to do: {probe.MEMORY}")
+    for ways in ({"peer": refused, "host": full}, {"peer": full, "host": refused}, {"peer": refused}):
+        assert probe.Verdict(8, None, ways, 1.0).remedy().endswith(probe.REMEDY)
+    assert probe.Verdict(8, "peer", {"peer": probe.Way(None)}, 1.0).remedy() == probe.REMEDY
+
+
 @pytest.mark.parametrize("what", ["dies", "raises", "does not come", "wrong bits"])
 def test_what_host_memory_does_is_not_said_of_peers(what, program):
     """It is tried behind them, by the same processes."""

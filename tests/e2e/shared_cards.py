@@ -1,0 +1,85 @@
+"""run_stage.py --ranks-a-card: an engine over more ranks than there are cards.
+
+What four or eight cards compute, asked of one or two: bits and texts, every call of a rank's own widths, what an engine
+refuses. By CUDA's multi-process service a card's processes run side by side, each on its share of the multiprocessors
+(four of an H200: 32), so kernels that wait for another rank's find it running. Without that service cards take turns
+of milliseconds. NCCL takes several ranks of a card from 2.30 on. A step's time there says nothing about cards of one's
+own, so nothing is timed; of the way between the cards it says that the protocols hold, not that a bus carries them.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+PLUGIN = Path(__file__).resolve().parent / "shared_cards_plugin"
+VARIABLE = "E2E_RANKS_A_CARD"
+RANKS = (1, 2, 4, 8)
+CONTROL = "nvidia-cuda-mps-control"
+PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+KEY = "ranks_a_card"  # of a stage's file, where they share
+
+
+def folders(work):
+    """Of the service: of one that is there, or of our own."""
+    if there := os.environ.get(PIPES):
+        return {PIPES: there}
+    return {PIPES: str(work / "mps"), LOGS: str(work / "mps_log")}
+
+
+def environment(arguments, path):
+    """Of an engine. path: its PYTHONPATH so far."""
+    if (ranks := arguments.ranks_a_card) == 1:
+        return {}
+    return {
+        **folders(arguments.work),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks),
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(PLUGIN), path))),
+        VARIABLE: str(ranks),
+    }
+
+
+def why_not(cases, ranks):
+    """Why these cases cannot be asked of ranks that share a card, or None."""
+    if timed := [case.name for case in cases if case.is_timed and ranks > 1]:
+        return f"--ranks-a-card: a time on a card that ranks share says nothing: {', '.join(timed)}"
+    if ranks > 1 and not shutil.which(CONTROL):
+        return f"--ranks-a-card: {CONTROL} is not on PATH: it belongs to NVIDIA's driver"
+    return None
+
+
+@contextlib.contextmanager
+def service(arguments):
+    """The service of all cards, for as long as engines run; its clients are those that know its folder, so nobody
+    else's processes. It must see all cards: a client's CUDA_VISIBLE_DEVICES counts those that it sees."""
+    if arguments.ranks_a_card == 1 or PIPES in os.environ:
+        yield
+        return
+    for folder in folders(arguments.work).values():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    mine = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    control = {"env": mine | folders(arguments.work), "timeout": 60}
+    subprocess.run([CONTROL, "-d"], check=True, **control)
+    try:
+        yield
+    finally:
+        subprocess.run([CONTROL], input=b"quit\n", check=False, **control)
+
+
+def ranks_of(stages):
+    """How many ranks shared a card, in all of these files."""
+    found = {stage.get(KEY, 1) for stage in stages}
+    if len(found) > 1:
+        raise SystemExit(f"collect: files of one number of ranks a card, not of {sorted(found)}: one call for each")
+    return found.pop()
+
+
+def told(stages, table):
+    """A table whose implementations and runs say that ranks shared cards."""
+    if (ranks := ranks_of(stages)) == 1:
+        return table
+    words = f", {ranks} ranks a card"
+    rows = [one | {"impl": one["impl"] + words} for one in table["rows"]]
+    return table | {"rows": rows, "runs": {name + words: run for name, run in table["runs"].items()}}
