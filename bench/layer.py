@@ -201,7 +201,7 @@ def wrong(found, expected) -> str:
     return "" if all(same) else f"other bits than {AS_LAUNCHED}"
 
 
-def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int, only: list[str]) -> None:
+def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int, only: list[str], turns: int) -> None:
     name, num_sms = f"TP{tp}, {rows} rows", cuda_tensors.num_sms(torch.cuda.current_device())
     runs = {AS_LAUNCHED: run_layers(layers, tp, rows, {})}
     graphs, expected = {}, None
@@ -224,7 +224,7 @@ def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int, onl
         expected = expected or [one.clone() for one in found]
         if problem := wrong(found, expected):
             raise SystemExit(f"{name}, {impl}: {problem}")
-    for impl, us in common.microseconds_in_turns(graphs, turns=TURNS, replays=REPLAYS).items():
+    for impl, us in common.microseconds_in_turns(graphs, turns=turns, replays=REPLAYS).items():
         report.add(common.row(ISSUE, name, impl, "us", round(us / len(layers), 2)))
 
 
@@ -251,6 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, nargs="+", default=TPS)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--only", nargs="+", default=[], help="launches to compare, by what follows the colon")
+    parser.add_argument("--turns", type=int, default=TURNS, help="of all launches, of which the median counts")
     parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/layer.json")
     return parser.parse_args()
@@ -265,7 +266,7 @@ def main() -> int:
     for tp in arguments.tp:
         layers = [Layer(tp, seed, max(arguments.rows)) for seed in range(layers_for(tp, l2))]
         for rows in arguments.rows:
-            run_case(report, layers, tp, rows, arguments.only)
+            run_case(report, layers, tp, rows, arguments.only, arguments.turns)
             report.write(arguments.out)
         del layers
         torch.cuda.empty_cache()

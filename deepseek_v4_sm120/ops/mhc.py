@@ -291,8 +291,7 @@ def _launch_here(
     if kernels is None:
         kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
     if fn is not None:
-        has_sum = sum_over is not None and bool(sums)
-        exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels, has_sum)
+        exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels, "sums" in sums)
         exchange = _exchange(index).take(stream, exchange_words) if exchange_words else None
         partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=device) if partials_bytes else None
         counters = torch.zeros((counter_words,), dtype=torch.int32, device=device) if counter_words else None
