@@ -45,12 +45,6 @@ def boundary(kernels: str, twice: bool = False):
     return call
 
 
-def boundary_that_adds():
-    inputs = mhc_spec.make_inputs(mhc_spec.Shape(2), seed=4, device="cpu")
-    ((parts, _),), _ = mhc_spec.leave_additions("unmerged", [inputs.f], 4)
-    return lambda: list(mhc.mhc(**inputs.boundary() | {"f": parts}))
-
-
 def compressed():
     made = compressor.make_inputs("c128", (128, 256, 640), seed=6, device="cpu")
 
@@ -90,7 +84,6 @@ CASES = {
     "compressor": (compressed, "compressor.*long_kernel", BARRIER, 1),
     "mhc, two launches": (lambda: boundary("split"), "mhc.*(mix|finish)_kernel", BARRIER, 0),
     "mhc, one launch": (lambda: boundary("fused"), "mhc.*fused_kernel", BARRIER, 1),
-    "mhc, one launch that adds": (boundary_that_adds, "mhc.*adding_kernel", BARRIER, 2),
     "mhc, the kernel in front": (lambda: boundary("split", twice=True), "mhc.*(mix|finish)_kernel", FRONT, 0),
 }
 

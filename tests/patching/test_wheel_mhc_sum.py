@@ -388,18 +388,17 @@ class Alone(Coordinator):
 
 
 @every_release(FIRST)
-@pytest.mark.parametrize("rows", [1, 64, 65])
-def test_two_layers_of_one_card(version, rows, group, sglang_wheel, monkeypatch):
+def test_two_layers_of_one_card(version, group, sglang_wheel, monkeypatch):
     """wo_b's parts come to both boundaries behind it, and nobody else looks at them."""
-    state, wheel = sys.modules[adapter.PARALLEL_STATE], sglang_wheel(version)
+    state, wheel, rows = sys.modules[adapter.PARALLEL_STATE], sglang_wheel(version), 3
     state._TP = state._ATTN_TP = one = Alone()
     monkeypatch.setattr(sys.modules[__name__], "RANKS", 1)
-    monkeypatch.setattr(boundary.op, "takes_own_terms", lambda like: len(like) <= boundary.op.OWN_TERM_ROWS)
+    monkeypatch.setattr(boundary.op, "takes_own_terms", lambda like: True)
     expected, _ = ways(wheel, version, one, rows, patched=False)
     assert sums == [None] * 3 and forms == ["whole"] * 3 and not finished
     forms.clear()
     found, _ = ways(wheel, version, one, rows, patched=True)
-    assert forms == (["unmerged", "whole", "unmerged"] if rows <= 64 else ["whole"] * 3) and not finished
+    assert forms == ["unmerged", "whole", "unmerged"] and not finished
     assert torch.equal(found, expected) and found.float().std() > 0
 
 
