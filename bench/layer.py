@@ -54,7 +54,10 @@ EXPERTS = 64
 HIDDEN, HEADS, LATENT, INTER = FLASH.hidden, FLASH.heads, FLASH.q_lora, FLASH.expert_width
 ENTRIES = attention_spec.CacheShape(64, 256, lengths=256)
 PROJECTIONS = "compressors and head weights"
+WHOLE = "1 warp beside, 1 block"
+SHARED = ("shared_gate_up", "shared_down")
 ADDED = "added by the boundary"
+BOTH = "wo_b, the shared expert whole"
 ADDED_BY_IT = (("wo_b",), ("experts",), ("wo_b", "experts"))
 TUNED = tuple(matrix.name for matrix in fp8_spec.matrices(1))
 AS_LAUNCHED = "as launched"
@@ -64,7 +67,7 @@ REPLAYS, TURNS = 6, 11
 def launches(num_sms: int) -> dict[str, dict[str, int]]:
     """{name: tuning} of the kernel for few rows."""
     return {
-        "1 warp beside, 1 block": {"warp_rows": 1, "blocks": num_sms},
+        WHOLE: {"warp_rows": 1, "blocks": num_sms},
         "1 warp beside, 2 blocks": {"warp_rows": 1, "blocks": 2 * num_sms},
         "4 warps beside": {"warp_rows": 4},
     }
@@ -210,6 +213,9 @@ def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int, onl
             runs[f"{op}: {launch}"] = run_layers(layers, tp, rows, {op: tuning})
     for warps in (8, 16):
         runs[f"{PROJECTIONS}: blocks of {warps} warps"] = run_layers(layers, tp, rows, {PROJECTIONS: {"warps": warps}})
+    beside = dict.fromkeys(SHARED, launches(num_sms)[WHOLE])
+    runs[f"{' and '.join(SHARED)}: {WHOLE}"] = run_layers(layers, tp, rows, beside)
+    runs[f"{BOTH}: {ADDED}"] = run_layers(layers, tp, rows, beside, ("wo_b",))
     for left in ADDED_BY_IT:
         runs[f"{' and '.join(left)}: {ADDED}"] = run_layers(layers, tp, rows, {}, left)
     runs = {impl: run for impl, run in runs.items() if impl == AS_LAUNCHED or not only or impl.split(": ")[-1] in only}
@@ -234,7 +240,7 @@ def summary(report: common.Report) -> str:
     lines = []
     for case in dict.fromkeys(row.case for row in report.rows):
         lines.append((case, AS_LAUNCHED, f"{values[case, AS_LAUNCHED]:.2f}", ""))
-        for op in (*TUNED, PROJECTIONS, *map(" and ".join, ADDED_BY_IT[1:])):
+        for op in (*TUNED, PROJECTIONS, " and ".join(SHARED), BOTH, *map(" and ".join, ADDED_BY_IT[1:])):
             cells = [(impl, us) for (of, impl), us in values.items() if of == case and impl.startswith(f"{op}: ")]
             lines += [("", impl, f"{us:.2f}", f"{values[case, AS_LAUNCHED] - us:+.2f}") for impl, us in cells]
     return common.table(("case", "launch", "us a layer", "less by"), lines)
