@@ -11,8 +11,8 @@ and the queries' rotation are small Triton kernels; the experts' ids are drawn b
 weights. Missing are the router's top-k, the compressor's and the indexer's own kernels, and the sums between cards.
 
 A launch: warps beside each other (`kernel.cuh`), blocks a multiprocessor; of the bf16 products beside the queries',
-warps of a block. None changes a bit of what the layers give, which is checked; of single calls that is the GPU tests'
-business.
+warps of a block. Of wo_b and of the experts also who makes the last addition: a launch, or the boundary behind them.
+None changes a bit of what the layers give, which is checked; of single calls that is the GPU tests' business.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ EXPERTS = 64
 HIDDEN, HEADS, LATENT, INTER = FLASH.hidden, FLASH.heads, FLASH.q_lora, FLASH.expert_width
 ENTRIES = attention_spec.CacheShape(64, 256, lengths=256)
 PROJECTIONS = "compressors and head weights"
+WHOLE = "1 warp beside, 1 block"
+SHARED = ("shared_gate_up", "shared_down")
+ADDED = "added by the boundary"
+BOTH = "wo_b, the shared expert whole"
+ADDED_BY_IT = (("wo_b",), ("experts",), ("wo_b", "experts"))
 TUNED = tuple(matrix.name for matrix in fp8_spec.matrices(1))
 AS_LAUNCHED = "as launched"
 REPLAYS, TURNS = 6, 11
@@ -62,7 +67,7 @@ REPLAYS, TURNS = 6, 11
 def launches(num_sms: int) -> dict[str, dict[str, int]]:
     """{name: tuning} of the kernel for few rows."""
     return {
-        "1 warp beside, 1 block": {"warp_rows": 1, "blocks": num_sms},
+        WHOLE: {"warp_rows": 1, "blocks": num_sms},
         "1 warp beside, 2 blocks": {"warp_rows": 1, "blocks": 2 * num_sms},
         "4 warps beside": {"warp_rows": 4},
     }
@@ -117,9 +122,9 @@ class Layer:
         self.experts = {name: value for name, value in given.items() if name != "hidden"}
 
 
-def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[str, int]]):
+def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[str, int]], left: tuple[str, ...] = ()):
     """A function that runs them one behind the other and returns the last one's (output, index queries), which nobody
-    else reads. Its inputs live with it."""
+    else reads. Its inputs live with it. left: whose last addition the boundary makes."""
     heads, inter = HEADS // tp, INTER // tp
     start = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=9)
     attention = attention_spec.make_inputs(attention_spec.Shape(rows, heads, extra=ENTRIES)).arguments()
@@ -136,16 +141,23 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
         out = torch.empty((rows, len(weight)), device="cuda")
         bf16._launch(y, weight, out, **tuned.get(PROJECTIONS, {}))
 
-    def boundary(layer, which, f, streams, post, comb):
+    def boundary(layer, which, f, streams, post, comb, **further):
         b = layer.boundaries[which]
-        return mhc(f, streams, post, comb, b.fn, b.scale, b.base, norm_weight=b.norm_weight)
+        return mhc(f, streams, post, comb, b.fn, b.scale, b.base, norm_weight=b.norm_weight, **further)
+
+    def project_out(layer, o):
+        if "wo_b" not in left:
+            return product(layer, "wo_b", o).view(rows, HIDDEN)
+        weight, scale = layer.fp8["wo_b"]
+        return linear.fp8_linear_unmerged(o.view(rows, -1), weight[0], scale[0])
 
     def run():
         rotation = rotating._rotation(freqs_cis, positions)
         main = torch.cuda.current_stream()
         f, streams, post, comb = start.f, start.streams, start.post, start.comb
+        routed = {}
         for layer in layers:
-            streams, post, comb, y = boundary(layer, 0, f, streams, post, comb)
+            streams, post, comb, y = boundary(layer, 0, f, streams, post, comb, **routed)
             for stream in (beside, *compressing):
                 stream.wait_stream(main)
             qkv = product(layer, "wqkv_a", y)
@@ -164,7 +176,7 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
             for stream in (beside, indexing, *compressing):
                 main.wait_stream(stream)
             o = product(layer, "wo_a", sparse_decode(**attention | {"q": q}), rotation=rotation)
-            f = product(layer, "wo_b", o).view(rows, HIDDEN)
+            f = project_out(layer, o)
             streams, post, comb, y = boundary(layer, 1, f, streams, post, comb)
             beside.wait_stream(main)
             with torch.cuda.stream(beside):
@@ -175,7 +187,10 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
             ids = {name: layer.experts[name][:rows] for name in ("topk_ids", "topk_weights")}
             f = mxfp4_moe(y, **layer.experts | ids)
             main.wait_stream(beside)
-            f = add_shared(shared, f)
+            if "experts" in left and layer is not layers[-1]:
+                f, routed = shared, {"routed": f}
+            else:
+                f, routed = add_shared(shared, f), {}
         return f, queries
 
     return run
@@ -189,7 +204,7 @@ def wrong(found, expected) -> str:
     return "" if all(same) else f"other bits than {AS_LAUNCHED}"
 
 
-def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> None:
+def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int, only: list[str], turns: int) -> None:
     name, num_sms = f"TP{tp}, {rows} rows", cuda_tensors.num_sms(torch.cuda.current_device())
     runs = {AS_LAUNCHED: run_layers(layers, tp, rows, {})}
     graphs, expected = {}, None
@@ -198,6 +213,12 @@ def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> 
             runs[f"{op}: {launch}"] = run_layers(layers, tp, rows, {op: tuning})
     for warps in (8, 16):
         runs[f"{PROJECTIONS}: blocks of {warps} warps"] = run_layers(layers, tp, rows, {PROJECTIONS: {"warps": warps}})
+    beside = dict.fromkeys(SHARED, launches(num_sms)[WHOLE])
+    runs[f"{' and '.join(SHARED)}: {WHOLE}"] = run_layers(layers, tp, rows, beside)
+    runs[f"{BOTH}: {ADDED}"] = run_layers(layers, tp, rows, beside, ("wo_b",))
+    for left in ADDED_BY_IT:
+        runs[f"{' and '.join(left)}: {ADDED}"] = run_layers(layers, tp, rows, {}, left)
+    runs = {impl: run for impl, run in runs.items() if impl == AS_LAUNCHED or not only or impl.split(": ")[-1] in only}
     for impl, run in runs.items():
         try:
             graphs[impl], found = common.captured(run)
@@ -209,7 +230,7 @@ def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> 
         expected = expected or [one.clone() for one in found]
         if problem := wrong(found, expected):
             raise SystemExit(f"{name}, {impl}: {problem}")
-    for impl, us in common.microseconds_in_turns(graphs, turns=TURNS, replays=REPLAYS).items():
+    for impl, us in common.microseconds_in_turns(graphs, turns=turns, replays=REPLAYS).items():
         report.add(common.row(ISSUE, name, impl, "us", round(us / len(layers), 2)))
 
 
@@ -219,7 +240,7 @@ def summary(report: common.Report) -> str:
     lines = []
     for case in dict.fromkeys(row.case for row in report.rows):
         lines.append((case, AS_LAUNCHED, f"{values[case, AS_LAUNCHED]:.2f}", ""))
-        for op in (*TUNED, PROJECTIONS):
+        for op in (*TUNED, PROJECTIONS, " and ".join(SHARED), BOTH, *map(" and ".join, ADDED_BY_IT[1:])):
             cells = [(impl, us) for (of, impl), us in values.items() if of == case and impl.startswith(f"{op}: ")]
             lines += [("", impl, f"{us:.2f}", f"{values[case, AS_LAUNCHED] - us:+.2f}") for impl, us in cells]
     return common.table(("case", "launch", "us a layer", "less by"), lines)
@@ -235,6 +256,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, nargs="+", default=TPS)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--only", nargs="+", default=[], help="launches to compare, by what follows the colon")
+    parser.add_argument("--turns", type=int, default=TURNS, help="of all launches, of which the median counts")
     parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/layer.json")
     return parser.parse_args()
@@ -249,7 +272,7 @@ def main() -> int:
     for tp in arguments.tp:
         layers = [Layer(tp, seed, max(arguments.rows)) for seed in range(layers_for(tp, l2))]
         for rows in arguments.rows:
-            run_case(report, layers, tp, rows)
+            run_case(report, layers, tp, rows, arguments.only, arguments.turns)
             report.write(arguments.out)
         del layers
         torch.cuda.empty_cache()

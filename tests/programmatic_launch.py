@@ -50,6 +50,10 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "index_select::SlotParams": ((), ("dealt", "table.pages", "slots", "entries")),
     "mhc::Params": _MHC,
+    "mhc::AddingParams": (
+        tuple(f"boundary.{name}" for name in _MHC[0]),
+        (*(f"boundary.{name}" for name in _MHC[1]), "term.routed", "term.partial"),
+    ),
     "mhc::SummingParams": (
         tuple(f"boundary.{name}" for name in _MHC[0]),
         (
@@ -186,6 +190,12 @@ KERNELS: dict[str, Kernel] = {
     ),
     "index_select, slots": Kernel(r"index_select::slots_kernel<", "index_select::SlotParams", BEHIND),
     "mhc, few rows": Kernel(r"mhc::fused_kernel<", "mhc::Params", BEHIND, ahead=("fn", "scale", "base", "norm_weight")),
+    "mhc, few rows, with an addition": Kernel(
+        r"mhc::adding_kernel",
+        "mhc::AddingParams",
+        BEHIND,
+        ahead=tuple(f"boundary.{name}" for name in _MHC[0]),
+    ),
     "mhc, few rows, with a sum": Kernel(
         r"mhc::summing_kernel<",
         "mhc::SummingParams",

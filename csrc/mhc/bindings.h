@@ -10,7 +10,7 @@
 
 namespace dsv4::mhc {
 
-// With `sums` and what else a group has, f is the sum of its ranks' terms: of f, of f and `routed`, or of `partial`.
+// f is f, f and `routed`, or of `partial`; with `sums` and what else a group has, the sum of its ranks' such terms.
 inline void run(Arguments& a) {
   SummingParams both = {};
   Params& p = both.boundary;
@@ -45,15 +45,16 @@ inline void run(Arguments& a) {
   const int64_t exchange_words = a["exchange_words"], partials_bytes = a["partials_bytes"], counter_words = a["counter_words"];
   const int num_sms = a["num_sms"];
   const bool sums = a.get("sums", false);
+  both.term.routed = a.get<const uint16_t*>("routed", nullptr);
+  both.term.partial = a.get<const float*>("partial", nullptr);
+  both.term.scaling = a.get("scaling", 1.f);
+  const bool adds = !sums && (both.term.routed != nullptr || both.term.partial != nullptr);
   int ranks = 0;
   all_reduce::Transport transport = all_reduce::Transport::kPeer;
   if (sums) {
     ranks = all_reduce::read_group(a, both.sum);
     transport = all_reduce::transport_of(a["transport"].text());
     both.sum.x = p.f;
-    both.term.routed = a.get<const uint16_t*>("routed", nullptr);
-    both.term.partial = a.get<const float*>("partial", nullptr);
-    both.term.scaling = a.get("scaling", 1.f);
     both.sum.rows = p.rows;
     both.sum.vectors = static_cast<int64_t>(p.rows) * p.hidden * 2 / all_reduce::kVectorBytes;
   }
@@ -70,6 +71,8 @@ inline void run(Arguments& a) {
   }
   if (sums) {
     launch(both, ranks, transport, num_sms, last.pdl, last.stream);
+  } else if (adds) {
+    launch(AddingParams{p, both.term}, num_sms, last.pdl, last.stream);
   } else {
     launch(p, kernels, num_sms, last.pdl, last.stream);
   }
@@ -84,6 +87,7 @@ inline void bind(py::module_& m) {
       "mhc_fits", [](const std::string& kernels, int rows, int num_sms) { return fits(kernels_of(kernels), rows, num_sms); }, py::kw_only(),
       "kernels"_a, "rows"_a, "num_sms"_a);
   m.def("mhc_fits_summing", &fits_summing, py::kw_only(), "rows"_a, "num_sms"_a);
+  m.def("mhc_fits_adding", &fits_adding, py::kw_only(), "rows"_a, "num_sms"_a);
   m.def("mhc_problem", &problem, py::kw_only(), "hidden"_a);
   m.def(
       "mhc_workspace",

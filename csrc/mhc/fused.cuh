@@ -8,8 +8,9 @@
 // Nobody waits for ever: blocks start in the order of their index, so what a waiting block waits for has begun; and
 // however they are started, waiting ones leave room for one that does not wait (fits() in launch.cu asks the device).
 //
-// The sums are those of mix.cuh and finish.cuh, value by value. Where f is a sum between cards (sum.cuh), a slice's warps share what they
-// read: while they wait for other cards their streams are on the way to shared memory, not to registers.
+// The sums are those of mix.cuh and finish.cuh, value by value. Where the boundary makes f itself, a sum between cards (sum.cuh) or the last
+// addition of this card's (term.cuh), a slice's warps share what they read: meanwhile their streams are on the way to shared memory, not to
+// registers.
 #pragma once
 
 #include "finish.cuh"
@@ -31,7 +32,7 @@ __host__ __device__ constexpr int mixing_blocks(int rows) { return kSlices / sli
 union FusedShared {
   struct {
     float sums[kFusedSlices][kStreams][kTileRows][kSumWords];
-    uint4 x[kFusedSlices][kStreams][kSliceVectors], f[kFusedSlices][kSliceVectors];  // where f is a sum
+    uint4 x[kFusedSlices][kStreams][kSliceVectors], f[kFusedSlices][kSliceVectors];  // where f is made here
   } mix;
   struct {
     uint4 x[kOctets][kStreams][32];  // the old streams, then the new ones
@@ -44,7 +45,7 @@ union FusedShared {
 
 // What a boundary does about f: nothing, it is there.
 struct NoSum {
-  static constexpr bool kSums = false;
+  static constexpr bool kMakes = false;
   struct Slice {
     __device__ __forceinline__ Slice(const NoSum&, int, int) {}
   };
@@ -52,15 +53,48 @@ struct NoSum {
 // It comes from all cards.
 template <int kRanks, bool kHost>
 struct SumOfRanks {
-  static constexpr bool kSums = true;
+  static constexpr bool kMakes = true;
   const all_reduce::Params& p;
   const Term& term;
   uint4* sums;  // [rows, kRowSums], behind the exchange
 
   struct Slice : SliceSum<kRanks, kHost> {
     __device__ __forceinline__ Slice(const SumOfRanks& sum, int slice, int tile) : SliceSum<kRanks, kHost>(sum.p, sum.term, slice, tile) {}
+    __device__ __forceinline__ void put(uint4* here, const SumOfRanks& sum) const { this->add(here, sum.sums); }
     __device__ __forceinline__ ~Slice() { this->end(); }  // behind all that others wait for
   };
+  __device__ __forceinline__ void ask_for(int64_t row) const { prefetch_where(threadIdx.x < kRowSums / 8, sum_of(sums, row, threadIdx.x * 8)); }
+  __device__ __forceinline__ void take(uint4 (&f)[kThreadSums], int64_t row, uint32_t patience) const { take_sums(f, sums, row, patience); }
+};
+// It is this card's alone, and its last addition was left: whoever needs a vector makes it, slices and rows each for themselves.
+struct OwnTerm {
+  static constexpr bool kMakes = true;
+  const uint16_t* x;
+  const Term& term;
+  int64_t rows;
+
+  struct Slice {
+    bool is_one;
+    TermParts parts;
+    __device__ __forceinline__ Slice(const OwnTerm& own, int slice, int tile) {
+      const int thread = threadIdx.x % kMixThreads;
+      const int64_t row = static_cast<int64_t>(tile) * kTileRows + thread / kRowVectors;
+      is_one = thread < kSliceVectors && row < own.rows;
+      if (is_one) parts.load(own.x, own.term, row * kRowSums + slice * kRowVectors + thread % kRowVectors, own.rows);
+    }
+    __device__ __forceinline__ void send() const { __syncwarp(); }  // what was asked for first: weights are split behind it
+    __device__ __forceinline__ void put(uint4* here, const OwnTerm& own) {
+      if (is_one) here[threadIdx.x % kMixThreads] = parts.added(own.term);
+    }
+  };
+  __device__ __forceinline__ void ask_for(int64_t) const {}
+  __device__ __forceinline__ void take(uint4 (&f)[kThreadSums], int64_t row, uint32_t) const {
+    TermParts parts[kThreadSums];
+#pragma unroll
+    for (int i = 0; i < kThreadSums; ++i) parts[i].load(x, term, row * kRowSums + threadIdx.x + i * kFusedThreads, rows);
+#pragma unroll
+    for (int i = 0; i < kThreadSums; ++i) f[i] = parts[i].added(term);
+  }
 };
 
 __device__ __forceinline__ float sent(float v) { return v == 0.f ? -0.f : v; }
@@ -103,9 +137,9 @@ __device__ __forceinline__ void mix_slices(const Params& p, const Sum& sum_of_f,
   if (sends && vector == 0) prefetch(out);
   pdl_wait();
   pdl_trigger();
-  const typename Sum::Slice slice_sum(sum_of_f, slice, tile);
+  typename Sum::Slice slice_sum(sum_of_f, slice, tile);
   StreamInputs<kPost> inputs[2];
-  if constexpr (Sum::kSums) {
+  if constexpr (Sum::kMakes) {
     uint4(&x)[kStreams][kSliceVectors] = s.mix.x[half], (&f)[kSliceVectors] = s.mix.f[half];
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
@@ -115,7 +149,7 @@ __device__ __forceinline__ void mix_slices(const Params& p, const Sum& sum_of_f,
     }
     slice_sum.send();
     weights.split();
-    slice_sum.add(f, sum_of_f.sums);
+    slice_sum.put(f, sum_of_f);
     cp_async_wait_all();
     __syncwarp();
     sync_slice(half);
@@ -188,7 +222,7 @@ __device__ __forceinline__ void make_streams(const Params& p, const Sum& sum_of_
 #pragma unroll
     for (int j = 0; j < kStreams; ++j)
       cp_async_16(shared_address(&s.row.x[w][j][lane]), reinterpret_cast<uint64_t>(p.x + row * p.x_stride + j * kFlashHidden + column), true);
-    if constexpr (kPost && !Sum::kSums)
+    if constexpr (kPost && !Sum::kMakes)
       cp_async_16(shared_address(&s.row.f[w][lane]), reinterpret_cast<uint64_t>(p.f + row * p.f_stride + column), true);
   }
   if constexpr (kPost) {
@@ -198,9 +232,9 @@ __device__ __forceinline__ void make_streams(const Params& p, const Sum& sum_of_
     } else if (lane < kCoefficients) {
       cp_async<4>(c + lane, p.post + row * kStreams + lane - kStreams * kStreams);
     }
-    if constexpr (Sum::kSums) {
+    if constexpr (Sum::kMakes) {
       uint4 f[kThreadSums];
-      take_sums(f, sum_of_f.sums, row, p.patience);
+      sum_of_f.take(f, row, p.patience);
 #pragma unroll
       for (int i = 0; i < kThreadSums; ++i) s.row.f[warp + i * kFusedWarps][lane] = f[i];
     }
@@ -231,7 +265,7 @@ __device__ __forceinline__ void collapse_row(const Params& p, const Sum& sum_of_
   const auto real = [&](int turn) { return turn < kOctets / kCollapsing || octet(turn) < kOctets; };
   prefetch(reinterpret_cast<const char*>(p.x + row * p.x_stride) + threadIdx.x * 128);
   if (threadIdx.x < kSlices) prefetch(exchanged<kHead>(p, row, threadIdx.x, 0));
-  if constexpr (Sum::kSums) prefetch_where(threadIdx.x < kRowSums / 8, sum_of(sum_of_f.sums, row, threadIdx.x * 8));
+  if constexpr (Sum::kMakes) sum_of_f.ask_for(row);
   Gates<kHead> gates;
   gates.load(p, lane);
   uint4 weight[kTurns];

@@ -51,6 +51,12 @@ struct SummingParams {
   Term term;
 };
 
+// f's last addition is this boundary's: `term` says which. boundary.f: [rows, hidden] bf16, contiguous, where the term is not `partial`.
+struct AddingParams {
+  Params boundary;
+  Term term;
+};
+
 // Why the kernels cannot take this width; empty: they can.
 std::string problem(int hidden);
 
@@ -78,6 +84,11 @@ void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaSt
 bool fits_summing(int rows, int num_sms);
 void launch(const SummingParams& params, int ranks, all_reduce::Transport transport, int num_sms, bool pdl, cudaStream_t stream);
 std::vector<KernelAttributes> summing_attributes();
+
+// The same as kFused with f's last addition, and as many places; not of a head.
+bool fits_adding(int rows, int num_sms);
+void launch(const AddingParams& params, int num_sms, bool pdl, cudaStream_t stream);
+KernelAttributes adding_attributes();
 
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most

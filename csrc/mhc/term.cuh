@@ -24,4 +24,32 @@ __device__ __forceinline__ uint4 load_term(const uint16_t* x, const Term& term, 
   return term.routed == nullptr ? own : with_routed(own, load_from_l2(term.routed + at * kLaneColumns), term.scaling);
 }
 
+// The same in two steps: what is asked for, and what it comes to. Meanwhile a thread asks for other things.
+struct TermParts {
+  float4 low[kTermSplits], high[kTermSplits];
+
+  __device__ __forceinline__ void load(const uint16_t* x, const Term& term, int64_t at, int64_t rows) {
+    if (term.partial != nullptr) {
+#pragma unroll
+      for (int s = 0; s < kTermSplits; ++s) {
+        const float4* const from = reinterpret_cast<const float4*>(term.partial + s * rows * kFlashHidden + at * kLaneColumns);
+        low[s] = load_from_l2(from), high[s] = load_from_l2(from + 1);
+      }
+    } else {
+      low[0] = load_from_l2(reinterpret_cast<const float4*>(x + at * kLaneColumns));
+      high[0] = load_from_l2(reinterpret_cast<const float4*>(term.routed + at * kLaneColumns));
+    }
+  }
+  __device__ __forceinline__ uint4 added(const Term& term) {
+    if (term.partial == nullptr) return with_routed(bits(low[0]), bits(high[0]), term.scaling);
+    const uint2 four = rounded(merged(low)), more = rounded(merged(high));
+    return make_uint4(four.x, four.y, more.x, more.y);
+  }
+
+ private:
+  static __device__ __forceinline__ uint4 bits(const float4& v) {
+    return make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
+  }
+};
+
 }  // namespace dsv4::mhc

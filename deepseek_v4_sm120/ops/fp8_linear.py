@@ -17,12 +17,13 @@ LAUNCH_ROWS = 1 << 15  # of one launch at most; fp8_linear.h has it too, and a t
 BLOCK = 128  # inputs and outputs of one scale
 NORM_INPUTS = 1024  # of latent_norm: Flash; norm.h has it too, and a test compares
 SPLITS = (2, 4, 8)  # parts of the inputs, where there are several
+FEW_ROWS = 8  # whose products need not be split over blocks; config.h has it too
 _STRIDES = 8  # that x has multiples of: 16 bytes
 _OUT_STRIDES, _OUT_ALIGN_BYTES = 4, 8
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
 
 
-def fp8_linear(x, weight, weight_scale, *, out=None):
+def fp8_linear(x, weight, weight_scale, *, out=None, whole=False):
     """y = x W^T with W = weight * weight_scale, for rows of bf16 x.
 
     x             [rows, inputs] bf16, last dim contiguous, row stride a multiple of 8
@@ -32,6 +33,8 @@ def fp8_linear(x, weight, weight_scale, *, out=None):
                   255 is NaN); any strides
     out           [rows, outputs] bf16 written in place, last dim contiguous, row stride a multiple of 4, not over x;
                   or None
+    whole         up to FEW_ROWS rows: no block has a part of the inputs, so there is no launch that adds the parts. Of
+                  long inputs slower behind a kernel, and less in the way of others beside it. The same bits
     returns       out [rows, outputs] bf16
     accuracy      relative L2 0.0017 against float64 (bf16 out, nothing coarser). Weights and x enter exactly
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
@@ -50,7 +53,10 @@ def fp8_linear(x, weight, weight_scale, *, out=None):
     check.on_cuda()
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-    _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1))
+    rows, index = x.shape[0], x.device.index
+    would_split = whole and rows <= FEW_ROWS and splits_of(rows, *weight.shape, index) > 1
+    tuning = {"warp_rows": 1, "blocks": cuda_tensors.num_sms(index)} if would_split else {}
+    _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1), **tuning)
     return out
 
 
@@ -207,7 +213,7 @@ NO_ROTATION: dict[str, int] = {}
 
 
 def _run(x, weight, weight_scale, out, *, rotation=NO_ROTATION, **tuning) -> None:
-    """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: warp_rows, blocks, row_tiles, in_turn (tests only).
+    """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: warp_rows, blocks; row_tiles, in_turn (tests).
 
     rotation: the launch's arguments for x that is rotated back on its way in (ops.wo_a), of at most LAUNCH_ROWS rows.
     """

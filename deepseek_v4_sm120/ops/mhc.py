@@ -21,6 +21,9 @@ With `sum_over`, f is this card's term of a sum between cards (ops/all_reduce.py
 sends, adds and rounds on its way; of more, and wherever its blocks would not all be resident, a sum of its own comes
 first. The bits are the same. All cards decide alike: by rows, and the multiprocessors of the smallest card. A stream
 that has fewer than that takes is an error, since the other cards' boundaries wait for this one's.
+
+What is left of f to add on this card (its parts, or `routed`) a boundary of few rows makes on its way, with a sum or
+without (takes_own_terms).
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ HIDDEN = LIMITS["mhc"]["hidden"].values  # Flash, Pro
 KERNELS = ("fused", "split", "many")
 FLASH_HIDDEN = 4096  # fused and many are for this width
 MANY_ROWS = 257
+OWN_TERM_ROWS = 64  # whose last addition a boundary without a sum makes
 SUMMING_ROWS = {2: 64, 4: 16, 8: 4}  # by ranks: above, two hops of a sum alone move fewer bytes. Reckoned, not measured
 # 16 KB a row of a capture's largest call: room for 1 to 128 rows in the sizes that SGLang captures, 17 MiB in all; and
 # 24 KB a row of calls that sum, 7 MiB.
@@ -73,9 +77,9 @@ def mhc(
 ):
     """A boundary between two sublayers: the new streams, their coefficients, and the next sublayer's normed input.
 
-    f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8. With
-                   sum_over also [4, rows, hidden] float32, contiguous: what ops.fp8_linear_unmerged gives, and so this
-                   card's term is `merge` of it
+    f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8. Or
+                   [4, rows, hidden] float32, contiguous: what ops.fp8_linear_unmerged gives, and so this card's term is
+                   `merge` of it
     streams        [rows, 4, hidden] bf16, the old streams; a row contiguous, row stride a multiple of 8
     post           [rows, 4] or [rows, 4, 1] float32, contiguous: how much of f each stream gets
     comb           [rows, 4, 4] float32, contiguous: first index the old stream, second the new one
@@ -88,7 +92,8 @@ def mhc(
     sum_over       the `AllReduce` of the cards whose f are to be added, in fp32 in the order of ranks, rounded to bf16
                    once; f contiguous, at most its max_rows. All ranks make the same call. None: f is complete
     routed         [rows, hidden] bf16, contiguous: this card's term is f + scaling * routed, as ops.add_shared has it;
-                   f is not written. Such terms only where `takes_terms`
+                   f is not written, and contiguous. Terms of either kind only where `takes_terms`, or without
+                   sum_over `takes_own_terms`
     tag            of a sum, as AllReduce has it
     kernels        "fused", "split" or "many", for tests and benchmarks; None: by rows and hidden
     returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
@@ -230,6 +235,7 @@ _WHOLE: dict[str, int | float] = {}  # a term without an addition that is left
 _NOT_INSIDE = (
     "mhc: f float32 or with `routed` needs a boundary that makes its sum inside (takes_terms), got {} rows, kernels {}"
 )
+_NOT_ADDED = "mhc: f float32 or with `routed` needs a boundary of few rows (takes_own_terms), got {} rows, kernels {}"
 _NO_NUMBERS = {"norm_eps": 0.0, "rms_eps": 0.0, "hc_eps": 0.0, "post_scale": 0.0, "sinkhorn_iters": 1}
 
 
@@ -278,10 +284,14 @@ def _launch_here(
             raise ValueError(_NOT_INSIDE.format(rows, kernels))
         else:
             f = sum_over(f, tag=tag)
+    elif term:
+        if kernels not in (None, "fused") or not _fits_adding(rows, hidden, num_sms, index):
+            raise ValueError(_NOT_ADDED.format(rows, kernels))
+        kernels, sums = "fused", term
     if kernels is None:
         kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
     if fn is not None:
-        exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels, bool(sums))
+        exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels, "sums" in sums)
         exchange = _exchange(index).take(stream, exchange_words) if exchange_words else None
         partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=device) if partials_bytes else None
         counters = torch.zeros((counter_words,), dtype=torch.int32, device=device) if counter_words else None
@@ -353,6 +363,15 @@ def takes_terms(rows: int, hidden: int, group: AllReduce) -> bool:
     return _sums_inside(None, rows, hidden, group, group.device.index)
 
 
+def takes_own_terms(like: torch.Tensor) -> bool:
+    """Whether an f of this form may come to a boundary without its last addition, where no sum between cards is made:
+    by the current stream of its device."""
+    index = like.device.index
+    with cuda_tensors.on_device_of(like):
+        num_sms = cuda_tensors.stream_sms(index, cuda_tensors.current_stream(index))
+        return _fits_adding(*like.shape, num_sms, index)
+
+
 def _sums_inside(kernels, rows: int, hidden: int, group: AllReduce, index: int) -> bool:
     """Whether the boundary's kernel adds what the cards send, by what all ranks know alike; not by this stream."""
     if kernels is not None:
@@ -363,6 +382,12 @@ def _sums_inside(kernels, rows: int, hidden: int, group: AllReduce, index: int) 
 @functools.lru_cache(maxsize=4096)
 def _fits_summing(rows: int, num_sms: int, index: int) -> bool:
     return extension.load().mhc_fits_summing(rows=rows, num_sms=num_sms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fits_adding(rows: int, hidden: int, num_sms: int, index: int) -> bool:
+    few = hidden == FLASH_HIDDEN and 1 <= rows <= OWN_TERM_ROWS
+    return few and extension.load().mhc_fits_adding(rows=rows, num_sms=num_sms)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -418,9 +443,8 @@ def _check_term(check: Call, f, routed, scaling, sum_over, rows, hidden) -> dict
     """What the kernel has to add first, of this card's own."""
     if not _is_unmerged(f) and routed is None:
         return _WHOLE
-    if sum_over is None:
-        check.refuse("value", "sum_over", "be an AllReduce where f is float32 or has `routed`", None)
     if routed is not None:
+        check.tensor("f", f, BF16, (rows, hidden), CONTIGUOUS, VECTOR)
         check.tensor("routed", routed, BF16, (rows, hidden), CONTIGUOUS, VECTOR)
         return {"routed": routed.data_ptr(), "scaling": float(scaling)}
     check.tensor("f", f, FP32, (TERM_SPLITS, rows, hidden), CONTIGUOUS, VECTOR)

@@ -40,7 +40,7 @@ def served(monkeypatch):
     """The gate is open for the CPU; the reference computes what passes the operator's own checks."""
     shapes = []
 
-    def operator(x, weight, scale):
+    def operator(x, weight, scale, *, whole=False):
         adapter.op.check_product("fp8_linear", x, "rows, inputs", weight, scale)
         shapes.append(tuple(x.shape))
         return reference(x, weight, scale).to(torch.bfloat16)
@@ -199,6 +199,23 @@ def test_versions_without_a_switch_have_none(served):
     assert served == [(5, 384)]
 
 
+def test_the_shared_experts_products_are_whole(served, monkeypatch):
+    """Of the layer that runs, and no other layer's or product's."""
+    asked, (method, *_, x) = [], make()
+    monkeypatch.setattr(adapter.op, "fp8_linear", lambda *given, whole: asked.append(whole) or x)
+    gate_up, down, other = (make()[1] for _ in range(3))
+    shared = SimpleNamespace(gate_up_proj=gate_up, down_proj=down)
+    running = SimpleNamespace(mlp=SimpleNamespace(shared_experts=shared))
+    apply = adapter.replace_apply(original)
+    with adapter.layers.enter(running):
+        for linear in (gate_up, down, other):
+            apply(method, linear, x)
+    with adapter.layers.enter(SimpleNamespace(mlp=SimpleNamespace(shared_experts=None))):
+        apply(method, gate_up, x)
+    apply(method, gate_up, x)
+    assert asked == [True, True, False, False, False]
+
+
 @pytest.mark.parametrize("keep", ["1", "ours"])
 def test_shadow_compares_with_fp8_activations(served, monkeypatch, keep):
     monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
@@ -211,7 +228,7 @@ def test_shadow_compares_with_fp8_activations(served, monkeypatch, keep):
     (record,) = shadow.report()
     assert record["patch"] == "fp8_linear" and (record["calls"], record["bad_calls"]) == (1, 0)
     assert record["shape"] == {"rows": 5, "outputs": 256, "inputs": 384} and record["relative_l2_max"] > 0.01
-    monkeypatch.setattr(adapter.op, "fp8_linear", lambda x, w, s: 1.1 * ours)
+    monkeypatch.setattr(adapter.op, "fp8_linear", lambda x, w, s, whole: 1.1 * ours)
     apply(method, layer, x)
     assert shadow.report()[0]["bad_calls"] == 1
     shadow.reset()

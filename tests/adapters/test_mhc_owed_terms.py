@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_owed_terms as adapter
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum
@@ -82,6 +83,47 @@ def test_whoever_else_looks_gets_the_finished_term(made, group):  # noqa: F811
 def test_where_the_sum_is_not_in_a_boundary_terms_are_whole(name, group):  # noqa: F811
     CHANGES[name](group)
     assert of_wo_b() is None and of_experts() is None
+
+
+@pytest.fixture
+def alone(group, monkeypatch):  # noqa: F811
+    """One card."""
+    group.ca_comm, group.world_size = None, 1
+    monkeypatch.setattr(adapter.op, "takes_own_terms", lambda like: len(like) <= 8)
+    return group
+
+
+def test_on_one_card_a_product_comes_to_the_boundary_itself(alone, made, monkeypatch):
+    term, given = of_wo_b(8), []
+    assert of_wo_b(9) is None and of_experts(3) is None and not made
+    monkeypatch.setattr(boundary.op, "mhc", lambda f, *_, **options: given.append((f, options)) or (f, f, f, f))
+    numbers = (1e-6, 1e-6, 1e-6, 2.0, 20)
+    serve = lambda x: boundary._serve_boundary(x, *[torch.zeros(8, 4)] * 6, *numbers)  # noqa: E731
+    serve(term)
+    assert given[0][0].shape == (4, 8, HIDDEN) and "routed" not in given[0][1] and not made
+    monkeypatch.setattr(adapter.op, "takes_own_terms", lambda like: False)  # of the boundary's stream
+    serve(term)
+    assert torch.equal(given[1][0], torch.ones(8, HIDDEN, dtype=torch.bfloat16)) and made == ["merged"]
+    assert of_wo_b(8) is None
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_without_a_sum_of_ours_only_one_card_leaves_an_addition(alone, ranks):
+    alone.world_size = ranks
+    assert of_wo_b() is None
+
+
+@pytest.mark.parametrize("name", ["another attention's group", "PD multiplexing", "pipeline parallelism"])
+def test_one_card_of_several_leaves_none(name, alone):
+    state = sys.modules[mhc_sum.PARALLEL_STATE]
+    assert of_wo_b() is not None
+    if name == "another attention's group":
+        state._ATTN_TP = object()
+    elif name == "PD multiplexing":
+        state._PDMUX_PREFILL_TP_GROUP = object()
+    else:
+        state._PP.world_size = 2
+    assert of_wo_b() is None
 
 
 def test_who_is_wo_b_and_how_many_rows():

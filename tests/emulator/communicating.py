@@ -80,6 +80,20 @@ def boundary(kernels: str, rows: int) -> Call:
     return call
 
 
+def boundary_that_adds(rows: int) -> Call:
+    """A product's last addition, in a boundary; and one behind it of both experts' outputs."""
+    inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=4, device="cpu")
+    ((parts, _),), _ = mhc_spec.leave_additions("unmerged", [inputs.f], 4)
+
+    def call():
+        given = inputs.boundary()
+        streams, post, comb, y = mhc.mhc(**given | {"f": parts})
+        given |= {"streams": streams, "post": post, "comb": comb}
+        return list(mhc.mhc(**given, routed=y, scaling=1.5))
+
+    return call
+
+
 def attention() -> Call:
     extra = sparse_spec.CacheShape(64, 192, lengths=(192, 3, 100), masked=0.1)
     inputs = sparse_spec.make_inputs(sparse_spec.Shape(2, 16, sparse_spec.WINDOW, extra), seed=16, device="cpu")

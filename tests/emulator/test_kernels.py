@@ -7,6 +7,7 @@ cannot show: code that only SM120 has, orders that a card does not happen to tak
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -292,6 +293,29 @@ def test_mhc(choices, rows, kernels):
     assert all(value < mhc_spec.ALLOWED[name] for name, value in errors.items()), errors
     assert all(map(same, found, other))
     assert ran({"fused": "fused_kernel", "split": "finish_kernel", "many": "many_kernel"}[kernels])
+
+
+@schedules
+@pytest.mark.parametrize("rows", [4, 18])
+def test_mhc_that_makes_the_last_addition(choices, rows):
+    """The bits of the addition by a launch and a boundary behind it, also of what is no number; call behind call."""
+    inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device="cpu")
+    ((parts, _),), _ = mhc_spec.leave_additions("unmerged", [inputs.f], rows)
+    ((f, left),), _ = mhc_spec.leave_additions("routed", [inputs.f], rows)
+    for place, number in enumerate((math.nan, math.inf, -math.inf, -0.0, 1e-42, 3e38) if rows == 4 else ()):
+        parts[place % 4, 3, place::97] = left["routed"][3, place::89] = number
+    given = inputs.boundary()
+    with emulated(**choices | {"multiprocessors": 40}):
+        merged = fp8_linear.merge(parts)
+        added = mxfp4_moe.add_shared(f.clone(), left["routed"], scaling=left["scaling"])
+        for _ in range(2 if rows == 4 else 1):
+            for term, further, whole in ((parts, {}, merged), (f, left, added)):
+                expected = mhc.mhc(**given | {"f": whole}, kernels="split")
+                found = mhc.mhc(**given | {"f": term}, **further)
+                assert all(map(same, found, expected))
+                given = given | dict(zip(("streams", "post", "comb"), found[:3], strict=True))
+    assert ran("adding_kernel") == (4 if rows == 4 else 2) and not ran("fused_kernel")
+    assert ran("merge_kernel") and ran("add_shared_kernel")
 
 
 @pytest.mark.parametrize("rows, ids, most_instructions", [(1, "uniform", 12), (1, "one", 800), (9, "few", 100)])

@@ -186,6 +186,21 @@ def test_mhc(rows, kernels):
     assert ran({"split": "finish_kernel"}.get(kernels, f"{kernels}_kernel"))
 
 
+@pytest.mark.parametrize("rows, form", [(2, "routed"), (9, "unmerged")])
+def test_mhc_that_makes_the_last_addition(rows, form):
+    inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device="cpu")
+    ((f, left),), _ = mhc_spec.leave_additions(form, [inputs.f], rows)
+
+    def batch(spoilt):
+        if form == "routed":
+            return {"f": f, "routed": spoil(left["routed"], spoilt)}
+        return {"f": spoil(f.transpose(0, 1), spoilt).transpose(0, 1).contiguous()}
+
+    given = inputs.boundary() | {name: value for name, value in left.items() if name != "routed"}
+    apart(lambda **spoilt: mhc.mhc(**given | spoilt), rows, batch, multiprocessors=40)
+    assert ran("adding_kernel")
+
+
 # ---- experts
 
 

@@ -52,6 +52,7 @@ CASES = {
     "compressor, many tokens": Case(lambda: calls.compressed(True)),
     "mhc, many rows": Case(lambda: calls.boundary("many", 20), 3, {"multiprocessors": 40}),
     "mhc, one launch": Case(lambda: calls.boundary("fused", 2), 4, {"multiprocessors": 40}),
+    "mhc, one launch that adds": Case(lambda: calls.boundary_that_adds(2), 2, {"multiprocessors": 40}),
     "mhc, two launches": Case(lambda: calls.boundary("split", 2), 4),
     "mhc behind a sum": Case(calls.boundary_behind_a_sum, 1, {"multiprocessors": 188}),
     "sparse_decode": Case(calls.attention, 4, MERGES),

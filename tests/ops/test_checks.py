@@ -129,6 +129,7 @@ UNCHECKED = {
     "all_gather": {"group", "tag"},
     "mhc": {"post_scale", "tag", "routed", "scaling"},  # of a sum: test_mhc_validation.py
     "mhc_pre": {"post_scale"},
+    "fp8_linear": {"whole"},
     "mhc_head": {"tag"},
     "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first", "reproducible"},
     "add_shared": {"scaling"},
@@ -140,7 +141,7 @@ UNCHECKED = {
 # of the public functions of ops: sizes and predicates, and parts of mxfp4_moe behind its checks, for tests and benches
 NO_CHECKS = {
     *("takes", "takes_sum", "summing_rows", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes", "most_states"),
-    *("splits_of", "takes_latent", "takes_terms", "takes_row_argmax"),
+    *("splits_of", "takes_latent", "takes_terms", "takes_own_terms", "takes_row_argmax"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
     *("algorithm_for", "describe_fault", "is_exiting", "made_together", "is_narrow", "multiplies_block_scaled"),
     "triton_adds_in_pairs",

@@ -125,6 +125,13 @@ def test_no_blocks_of_few_rows_change_a_bit(rows):
     assert all(torch.equal(_bits(out), _bits(expected)) for out in outs)
 
 
+@pytest.mark.parametrize("rows", (1, 4, 8, 9))
+def test_a_whole_product_has_the_same_bits(rows):
+    for inputs in (4096, 2048):
+        given = _plain(rows, 4096, inputs)
+        assert torch.equal(_bits(fp8_linear(*given, whole=True)), _bits(fp8_linear(*given)))
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, *((1, *size) for size in ODD_SIZES), (1, 256, 20480)], ids=str)
 def test_every_tile_has_the_bits_of_few_rows(shape):
     groups, outputs, inputs = shape

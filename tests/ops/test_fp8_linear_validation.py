@@ -192,6 +192,13 @@ def test_wo_bs_inputs_are_split_for_few_rows(num_sms):
     assert scratch_bytes(4, 512, 4096, groups=8, num_sms=num_sms) == 0  # wo_a
 
 
+@pytest.mark.parametrize("num_sms", (84, 132, 188))
+def test_what_is_asked_for_whole_is_not_split(num_sms):
+    for rows in range(1, op.FEW_ROWS + 1):
+        for inputs in (4096, 2048):  # the shared expert's of one card
+            assert scratch_bytes(rows, 4096, inputs, num_sms=num_sms, warp_rows=1, blocks=num_sms) == 0
+
+
 def test_few_blocks_are_split_and_many_are_not():
     assert scratch_bytes(65, 1536, 4096) > 0 and scratch_bytes(128, 4096, 8192) > 0
     assert scratch_bytes(256, 32768, 1024) == 0 == scratch_bytes(8192, 16384, 1024)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepseek_v4_sm120.ops import fp8_linear, mxfp4_moe
 from deepseek_v4_sm120.ops import mhc as op
-from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
+from deepseek_v4_sm120.ops.mhc import FLASH_HIDDEN, MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs.bounds import MHC, MHC_COEFFICIENTS
-from deepseek_v4_sm120.specs.mhc import Inputs, Shape, make_inputs
+from deepseek_v4_sm120.specs.fp8_linear import make_weight, make_x
+from deepseek_v4_sm120.specs.mhc import Inputs, Shape, leave_additions, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -97,6 +99,48 @@ def test_behind_a_plain_kernel_and_behind_a_call(rows, device):
         graph.replay()
         torch.cuda.synchronize()
         assert all(equal(one, expected) for one in found)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 8, 9, 16, 17, 33, 64])
+def test_the_last_addition_of_f_is_made_by_the_boundary(rows, device):
+    """The bits of a launch that adds and a boundary behind it: alone, call behind call, and in graphs behind wo_b."""
+    inputs = make_inputs(Shape(rows), seed=rows, device=device)
+    ((parts, _),), _ = leave_additions("unmerged", [inputs.f], rows)
+    ((f, left),), _ = leave_additions("routed", [inputs.f], rows)
+    for place, number in enumerate((float("nan"), float("inf"), -0.0, 1e-42, 3e38)):
+        parts[place % 4, rows // 2, place::97] = left["routed"][rows // 2, place::89] = number
+    added = mxfp4_moe.add_shared(f.clone(), left["routed"], scaling=left["scaling"])
+    for term, further, whole in ((parts, {}, fp8_linear.merge(parts)), (f, left, added)):
+        given = inputs.boundary() | {"f": term}
+        expected = mhc(**inputs.boundary() | {"f": whole}, kernels="split")
+        poison = [torch.full((size,), float("nan"), device=device) for size in (1 << 19, 1 << 21, 1 << 22)]
+        del poison
+        assert all(equal(mhc(**given, **further), expected) for _ in range(5))
+    torch.cuda.synchronize()
+    assert not any(bool(words.any()) for words in exchange_of(device))
+    with pytest.raises(ValueError, match="needs a boundary of few rows"):
+        mhc(**inputs.boundary() | {"f": parts}, kernels="split")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 32])
+def test_a_product_whose_parts_the_boundary_adds(rows, device):
+    """wo_b of one card, launched programmatically, other rows in each of a graph's calls."""
+    weight, scale = make_weight(1, FLASH_HIDDEN, 8192, torch.Generator(device).manual_seed(1))
+    x = [make_x(rows, 1, 8192, torch.Generator(device).manual_seed(i))[:, 0] for i in range(8)]
+    inputs = make_inputs(Shape(rows), seed=rows, device=device)
+
+    def boundary(f):
+        return mhc(**inputs.boundary() | {"f": f})
+
+    expected = [boundary(fp8_linear.fp8_linear(one, weight[0], scale[0])) for one in x]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = [boundary(fp8_linear.fp8_linear_unmerged(one, weight[0], scale[0])) for _ in range(5) for one in x]
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(equal(one, expected[i % len(x)]) for i, one in enumerate(found))
 
 
 def exchange_of(device) -> list[torch.Tensor]:

@@ -158,16 +158,13 @@ def test_who_adds_is_decided_by_what_all_ranks_have(monkeypatch, rows, hidden, c
 GIVEN = make_inputs(Shape(9), device="cpu")
 TERMS = torch.zeros(op.TERM_SPLITS, 9, 4096)
 BAD_TERMS = {
-    "parts without a sum": (
-        {"f": TERMS},
+    "parts and routed": ({"f": TERMS, "routed": GIVEN.f}, TypeError, "f.dtype must be torch.bfloat16, got"),
+    "rows apart with routed": (
+        {"f": torch.cat([GIVEN.f, GIVEN.f], 1)[:, :4096], "routed": GIVEN.f},
         ValueError,
-        "sum_over must be an AllReduce where f is float32 or has `routed`",
+        "f must be contiguous",
     ),
-    "routed without a sum": (
-        {"routed": GIVEN.f},
-        ValueError,
-        "sum_over must be an AllReduce where f is float32 or has",
-    ),
+    "three parts without a sum": ({"f": TERMS[:3]}, ValueError, r"f.shape must be \[4, 9, 4096\], got"),
     "three parts": (
         {"f": TERMS[:3], "sum_over": group()},
         ValueError,
@@ -192,6 +189,32 @@ def test_terms_that_cannot_be(name):
     changes, raised, words = BAD_TERMS[name]
     with pytest.raises(raised, match=f"^mhc: {words}"):
         mhc(**{**GIVEN.boundary(), **changes})
+
+
+@pytest.mark.parametrize("given", [{"f": TERMS}, {"routed": GIVEN.f}])
+def test_terms_of_one_card_get_as_far_as_the_device(given):
+    with pytest.raises(RuntimeError, match="streams.device must be a CUDA device, got cpu"):
+        mhc(**GIVEN.boundary() | given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "fits", "expected"),
+    [
+        (1, 4096, True, True),
+        (64, 4096, True, True),
+        (65, 4096, True, False),
+        (1, 7168, True, False),
+        (4, 4096, False, False),
+    ],
+)
+def test_who_may_leave_a_term_to_the_boundary_on_one_card(monkeypatch, rows, hidden, fits, expected):
+    asked = []
+    module = types.SimpleNamespace(mhc_fits_adding=lambda **sizes: asked.append(sizes) or fits)
+    op._fits_adding.cache_clear()
+    monkeypatch.setattr(extension, "load", lambda: module)
+    assert op._fits_adding(rows, hidden, 90, 0) is expected
+    assert asked in ([], [{"rows": rows, "num_sms": 90}])
+    op._fits_adding.cache_clear()
 
 
 def test_the_parts_of_a_term_are_the_kernels():

@@ -1,8 +1,9 @@
 """What adapters read of objects that are not SGLang's, and what they read where something else is there, for
-test_wheel_attributes.py, which has no room for what `abort_names` reads of SGLang's."""
+test_wheel_attributes.py, which has no room for what `abort_names` and `fp8_linear` read of SGLang's."""
 
 import torch
 
+from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH, REQUEST, SCHEDULER
 
 SRT = "sglang.srt"
@@ -11,6 +12,12 @@ OF_ABORTS = {
     **{"one": ((REQUEST,),), "batch": ((BATCH,),), "scheduler": ((SCHEDULER,),)},
     "entry": ((f"{SRT}.disaggregation.decode:DecodeRequest",),),
     "scheduler.grammar_manager": ((f"{SRT}.constrained.grammar_manager:GrammarManager",),),
+}
+
+OF_SHARED = {  # experts, of the layer that runs
+    "layers.layer": ((LAYER,), (CUDA_LAYER,)),
+    "getattr(layers.layer, 'mlp', None)": ((f"{SRT}.models.deepseek_v2:DeepseekV2MoE",),),
+    "shared": ((f"{SRT}.models.deepseek_v2:DeepseekV2MLP",),),
 }
 
 # what is ours, torch's or Python's, by adapter; "*": in any

@@ -34,7 +34,7 @@ from deepseek_v4_sm120.sglang_patches.table import (
 )
 from tests.patching import attributes
 from tests.patching.attributes import Read, Release
-from tests.patching.attributes_of_others import GUARDED, OF_ABORTS, OF_TENSORS_AND_OTHERS, OURS
+from tests.patching.attributes_of_others import GUARDED, OF_ABORTS, OF_SHARED, OF_TENSORS_AND_OTHERS, OURS
 from tests.patching.wheels import RELEASES, every_release, fetch
 
 SRT = "sglang.srt"
@@ -159,7 +159,7 @@ OBJECTS = {
         "pool.kv_score_buffer": ((f"{STATES}:KVAndScore",),),
     },
     "bf16_linear_dealt": {"state": ((STATE,),), "tp": ((GROUP,),)},
-    "fp8_linear": {"layer": (FP8_WEIGHT,), "method": ((FP8_METHOD,),), "norm": ((NORM,),)},
+    "fp8_linear": {"layer": (FP8_WEIGHT,), "method": ((FP8_METHOD,),), "norm": ((NORM,),)} | OF_SHARED,
     "fp8_linear_draft_input": {
         "model": ((MTP_MODEL,),),
         "forward_batch": ((f"{BATCH}:ForwardBatch",),),

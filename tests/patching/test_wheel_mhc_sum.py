@@ -316,11 +316,14 @@ def layer_of_boundaries(wheel, names, kinds, *, patched):
         read = kind(layer=made, attention=name == "attn", bind=None, completing_fusions=())
         stage = Boundary(read=read, norm=norm, update=update, run_entry=run_entry)
         stage.step = lambda *args, read=read, **call: step(*args, pre_move=None, enters_stack=True, read=read, **call)
-        stage.moe_output = lambda partial: finalize(partial=partial, pieces=None)
+        stage.moe_output = lambda partial: partial if RANKS == 1 else finalize(partial=partial, pieces=None)
         setattr(made, f"{name}_boundary", stage)
-    made._run_boundary_attention = lambda x, positions, batch, quantized: owed(
-        partial=made.self_attn(x, positions, batch, defer_all_reduce=True).partial
-    )
+
+    def attend(x, positions, batch, quantized):
+        output = made.self_attn(x, positions, batch, defer_all_reduce=True)
+        return output if RANKS == 1 else owed(partial=output.partial)
+
+    made._run_boundary_attention = attend
     made.boundary_pre_from_prev, made.boundary_mhc_fusions = False, True
     return made
 
@@ -345,7 +348,8 @@ def two_layers_of_boundaries(wheel, group, rows, *, patched):
     for _ in range(2):
         last = layer_of_boundaries(wheel, names, kinds, patched=patched)
         value = last(QUIET, value, QUIET, stream, QUIET)
-    return last.ffn_boundary.update.update(stream.owed.complete(), stream.written), group.sums - before
+    owed = stream.owed if RANKS == 1 else stream.owed.complete()
+    return last.ffn_boundary.update.update(owed, stream.written), group.sums - before
 
 
 def ways(wheel, version, group, rows, *, patched):
@@ -368,6 +372,34 @@ def test_the_sums_of_two_layers(version, rows, group, sglang_wheel):
     assert (forms, finished) == (
         (["unmerged", "unadded", "unmerged"], ["added"]) if rows <= 64 else (["whole"] * 3, [])
     )
+
+
+class Alone(Coordinator):
+    """The group of one card, as SGLang's all_reduce is there."""
+
+    world_size = 1
+
+    def __init__(self):
+        super().__init__()
+        self.ca_comm = None
+
+    def all_reduce(self, input_):
+        return input_
+
+
+@every_release(FIRST)
+def test_two_layers_of_one_card(version, group, sglang_wheel, monkeypatch):
+    """wo_b's parts come to both boundaries behind it, and nobody else looks at them."""
+    state, wheel, rows = sys.modules[adapter.PARALLEL_STATE], sglang_wheel(version), 3
+    state._TP = state._ATTN_TP = one = Alone()
+    monkeypatch.setattr(sys.modules[__name__], "RANKS", 1)
+    monkeypatch.setattr(boundary.op, "takes_own_terms", lambda like: True)
+    expected, _ = ways(wheel, version, one, rows, patched=False)
+    assert sums == [None] * 3 and forms == ["whole"] * 3 and not finished
+    forms.clear()
+    found, _ = ways(wheel, version, one, rows, patched=True)
+    assert forms == ["unmerged", "whole", "unmerged"] and not finished
+    assert torch.equal(found, expected) and found.float().std() > 0
 
 
 @every_release(FIRST)

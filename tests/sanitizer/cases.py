@@ -366,12 +366,28 @@ def _parts(rows: int, kernels: str, hidden: int, device: str):
     return judge
 
 
+def _last_addition(rows: int, form: str, device: str):
+    """Of f, by the boundary itself."""
+    inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device=device)
+    ((f, left),), (added,) = mhc_spec.leave_additions(form, [inputs.f], rows)
+    found = mhc.mhc(**inputs.boundary() | {"f": f}, **left)
+
+    def judge():
+        inputs.f = added
+        for name, error in mhc_spec.errors(inputs, found).items():
+            within(error, mhc_spec.ALLOWED[name], f"relative error of {name}")
+
+    return judge
+
+
 def _mhc_cases() -> Iterator[Case]:
     for rows, kernels, hidden in (
         *((1, "fused", 4096), (3, "fused", 4096), (17, "fused", 4096)),
         *((3, "split", 4096), (17, "split", 4096), (3, "split", 7168), (40, "many", 4096)),
     ):
         yield Case(f"{rows} rows, {kernels}, {hidden}", functools.partial(_boundary, rows, kernels, hidden))
+    for rows, form in ((3, "unmerged"), (17, "unmerged"), (3, "routed")):
+        yield Case(f"{rows} rows, {form}", functools.partial(_last_addition, rows, form))
     for kernels, hidden in (("fused", 4096), ("split", 4096), ("split", 7168)):
         yield Case(f"parts, {kernels}, {hidden}", functools.partial(_parts, 3, kernels, hidden))
 

@@ -9,7 +9,8 @@ number of rows, and on what is fixed for a layer, never on contents. All else is
 already quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a layout that the operator does not
 read (DeepGEMM's packed scales, blocks other than 128 x 128).
 
-Of few rows of wo_b the last addition is left to the boundary that makes the sum between the cards: mhc_owed_terms.py.
+Of few rows of wo_b the last addition is left to the boundary that makes the sum between the cards, or on one card to
+the one behind it: mhc_owed_terms.py. The shared expert's few rows are not made in parts (fp8_linear's `whole`).
 
 wo_a, grouped and applied by the model itself, is an operator of its own: wo_a.py beside this file.
 """
@@ -25,6 +26,7 @@ import torch
 from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import dense_rows, mhc_owed_terms
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import layers
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "fp8_linear"
@@ -67,11 +69,18 @@ def keeps(method, layer) -> bool:
     )
 
 
+def is_beside_others(linear) -> bool:
+    """Whether it is the running layer's shared expert's, whose kernels wait for places between the routed experts':
+    what has a launch less behind it comes to its place sooner."""
+    shared = getattr(getattr(layers.layer, "mlp", None), "shared_experts", None)
+    return shared is not None and (linear is shared.gate_up_proj or linear is shared.down_proj)
+
+
 def _serve(_method, layer, x, _bias=None):
     rows, scale = as_rows(x), layer.weight_scale_inv
     if x.dim() == 2 and (term := mhc_owed_terms.of_product(layer, rows, scale)) is not None:
         return term
-    out = op.fp8_linear(rows, layer.weight, scale)
+    out = op.fp8_linear(rows, layer.weight, scale, whole=is_beside_others(layer))
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 

@@ -10,7 +10,8 @@
     replace_hc_head          the MTP block's own hc_head
     replace_dspark_head      that of DSPARK's draft
 
-What the boundary and the post are given may be a sum between the cards that is not finished (mhc_owed_sum.py).
+What the boundary and the post are given may be a sum between the cards that is not finished (mhc_owed_sum.py), or on
+one card a product without its last addition (mhc_owed_terms.py).
 
 Each computes a call that it takes and otherwise returns what the original returns. In shadow mode each
 output of a call (streams, post, comb, y) is compared and counted by itself, with the same bound.
@@ -32,6 +33,7 @@ from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
 from deepseek_v4_sm120.sglang_patches.adapters.handed_over import layers_lie_on_the_host
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum, finished
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_terms import OwedTerm
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "mhc"
@@ -118,6 +120,8 @@ def _serve_boundary(
     norm_weight=None,
     norm_eps=None,
 ):
+    if isinstance(x, OwedTerm) and not op.takes_own_terms(x.like):
+        x = x.run()
     f, sums = x.for_boundary() if isinstance(x, OwedSum) else (x, {})
     streams, post, comb, y = op.mhc(
         f,

@@ -15,7 +15,9 @@ from torch.utils import _pytree
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
 
 PATCH = "mhc"
-layers = Scope()  # known: `leaves`, whether a term may come to the next boundary without its last addition
+# known: `leaves`, whether a term may come to the next boundary without its last addition; `has_sum`, whether that is a
+# sum's between cards
+layers = Scope()
 # what a sum and its terms have in common: answered without a sum
 _ALIKE = frozenset(("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "is_cuda", "is_contiguous"))
 _ALIKE |= frozenset(("stride", "element_size", "requires_grad", "is_cpu"))

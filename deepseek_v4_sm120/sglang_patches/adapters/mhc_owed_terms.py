@@ -4,7 +4,9 @@
     of_experts   the shared expert's output and the routed experts' (mxfp4_moe.py), side by side
 
 A layer hands either to its group's all_reduce, and that the sum of it to the next boundary (mhc_sum.py). Each saves a
-launch on the way of a step. Whoever else looks gets the finished term, by the kernel that would have made it.
+launch on the way of a step. Whoever else looks gets the finished term, by the kernel that would have made it. On one
+card there is no sum, and wo_b's output is handed to the boundary itself; the experts' is added in front of it there: a
+boundary that waits for two streams could not ask for its weights while the addition runs.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def of_product(linear, x: torch.Tensor, scale: torch.Tensor) -> Unmerged | None:
 
 def of_experts(shared: torch.Tensor, routed: torch.Tensor, scaling: float) -> Unadded | None:
     """Of outputs of the same form, both contiguous; None: they are added."""
-    return Unadded(shared, routed, scaling) if _is_left(shared) else None
+    has_sum = layers.layer is not None and layers.known.get("has_sum", False)
+    return Unadded(shared, routed, scaling) if has_sum and _is_left(shared) else None
 
 
 def _is_left(like: torch.Tensor) -> bool:

@@ -67,13 +67,21 @@ def replace_layer_forward(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         state = importlib.import_module(PARALLEL_STATE)
         coordinator = state._TP
-        if all_reduce_of(coordinator) is None or not _comes_to_a_boundary(state):
+        has_sum = all_reduce_of(coordinator) is not None
+        if not (has_sum or is_alone(coordinator)) or not _comes_to_a_boundary(state):
             return original(self, *args, **kwargs)
-        _put_off_sums_of(coordinator)
-        with layers.enter(self, leaves=functools.partial(_leaves, coordinator)):
+        if has_sum:
+            _put_off_sums_of(coordinator)
+        leaves = functools.partial(_leaves, coordinator) if has_sum else op.takes_own_terms
+        with layers.enter(self, leaves=leaves, has_sum=has_sum):
             return original(self, *args, **kwargs)
 
     return forward
+
+
+def is_alone(coordinator) -> bool:
+    """Whether a group has one rank: what a layer gives then comes to the boundary as it is."""
+    return getattr(coordinator, "world_size", None) == 1
 
 
 def _comes_to_a_boundary(state) -> bool:
