@@ -43,8 +43,6 @@ void launch(const AddingParams& params, int num_sms, bool pdl, cudaStream_t stre
   Launcher{kName, pdl, stream}(adding_kernel, dim3(mixing_blocks(p.rows) + p.rows), kFusedThreads, 0, params);
 }
 
-KernelAttributes adding_attributes() {
-  return attributes_of(kName, reinterpret_cast<const void*>(&adding_kernel), "mhc_adding", kFusedThreads, 0);
-}
+KernelAttributes adding_attributes() { return attributes_of(kName, reinterpret_cast<const void*>(&adding_kernel), "mhc_adding", kFusedThreads, 0); }
 
 }  // namespace dsv4::mhc

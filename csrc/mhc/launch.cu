@@ -135,10 +135,10 @@ std::vector<KernelAttributes> kernel_attributes() {
   many_blocks_per_sm();  // allows the shared memory
   const int finish_threads = kFlashHidden / kLaneColumns + 32, many = sizeof(ManyShared);
   std::vector<KernelAttributes> all = summing_attributes();
-  all.insert(all.end(),
-             {adding_attributes(), describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0), describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
-              describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0), describe("mhc_post", &post_kernel, kMixThreads, 0),
-              describe("mhc_many", &many_kernel, kManyThreads, many)});
+  all.insert(all.end(), {adding_attributes(), describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0),
+                         describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
+                         describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0),
+                         describe("mhc_post", &post_kernel, kMixThreads, 0), describe("mhc_many", &many_kernel, kManyThreads, many)});
   return all;
 }
 

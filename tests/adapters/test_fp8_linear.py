@@ -200,8 +200,9 @@ def test_versions_without_a_switch_have_none(served):
 
 
 def test_the_shared_experts_products_are_whole(served, monkeypatch):
-    """Of the layer that runs, and no other layer's or product's."""
-    asked, (method, *_, x) = [], make()
+    """Of the layer that runs, and no other layer's or product's; not of more rows than gain by it."""
+    asked, (method, *_, rows) = [], make()
+    x = rows[: adapter.WHOLE_ROWS]
     monkeypatch.setattr(adapter.op, "fp8_linear", lambda *given, whole: asked.append(whole) or x)
     gate_up, down, other = (make()[1] for _ in range(3))
     shared = SimpleNamespace(gate_up_proj=gate_up, down_proj=down)
@@ -210,10 +211,11 @@ def test_the_shared_experts_products_are_whole(served, monkeypatch):
     with adapter.layers.enter(running):
         for linear in (gate_up, down, other):
             apply(method, linear, x)
+        apply(method, gate_up, rows)
     with adapter.layers.enter(SimpleNamespace(mlp=SimpleNamespace(shared_experts=None))):
         apply(method, gate_up, x)
     apply(method, gate_up, x)
-    assert asked == [True, True, False, False, False]
+    assert len(rows) == len(x) + 1 and asked == [True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("keep", ["1", "ours"])
