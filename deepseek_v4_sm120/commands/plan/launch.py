@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from deepseek_v4_sm120 import OPS
@@ -34,8 +35,8 @@ PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
 LOOPBACK = "127.0.0.1"
 OTHERS = (
-    "Both answer this machine alone. For others: --host 0.0.0.0 or -p 30000:30000, with --api-key and --admin-api-key; "
-    "without keys whoever reaches the port may empty the cache, stop requests and put other weights in"
+    "Both answer this machine alone. For others: --host 0.0.0.0 or -p 30000:30000, with both keys, `--api-key` and "
+    "`--admin-api-key`; without them whoever reaches the port may empty the cache, stop requests, put other weights in"
 )
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
@@ -141,12 +142,25 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
     fraction = round(max(0.0, min(most, fraction)), 2)  # as it is given to the server
     room = fraction * free - weights - given_back
     if request.may_keep_prefixes:
-        short = memory.static_off_by(weights, fraction) / pools.token_bytes  # of tokens, as many as may be
-        streams = request.concurrency * request.context + math.ceil(short)
-        tails = memory.wanted_prefix_tails(m, pools, chunk=chunk, room=room, tokens=streams)
+        tails = _prefix_tails(request, pools, sized, chunk, room, memory.static_off_by(weights, fraction))
         pools = pools if tails is None else sized(prefix_tails=tails)
     tokens = pools.tokens(room)
     return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, tails, given_back)
+
+
+def _prefix_tails(
+    request: Request, pools: memory.Pools, sized: Callable, chunk: int, room: float, off_by: float
+) -> int | None:
+    """The windows of all that the KV cache holds beside all streams at full length. Where it has not that much as it
+    is, those of one conversation of full length, for half of the cache at most: with fewer a single long prompt drops
+    what all others have cached. None: SGLang's own number. off_by: bytes by which `room` may be short."""
+    m, context, short = request.model, request.context, math.ceil(off_by / pools.token_bytes)
+    least, holds = request.concurrency * context + short, pools.tokens(room)
+    if pools.prefix_tails is not None and holds < least:
+        least, one = max(context + short, holds // 2), memory.prefix_tails_for(m, context, chunk)
+        if one <= pools.prefix_tails or sized(prefix_tails=one).tokens(room) >= least:
+            return one if one > pools.prefix_tails else None
+    return memory.wanted_prefix_tails(m, pools, chunk=chunk, room=room, tokens=least)
 
 
 def _weights(request: Request, drafts: bool) -> float:
@@ -333,6 +347,11 @@ def _notes(plan: Plan) -> None:
         plan.notes.append(
             f"steps of {r.most_rows} rows are more than all_reduce takes ({all_reduce_sizes.MAX_ROWS}): the sums "
             "between the cards will be NCCL's, as in the column of the ceilings"
+        )
+    if plan.fits and plan.kept_prefixes is not None and plan.kept_prefixes < r.context:
+        plan.notes.append(
+            f"a prompt of more than {plan.kept_prefixes:,} tokens drops what other conversations have cached: fewer "
+            "streams, or a shorter --context, leave room for more sliding windows (--swa-prefix-tails)"
         )
     per_request = plan.tokens // r.context
     if plan.fits and per_request < r.concurrency:

@@ -192,6 +192,12 @@ class Plan:
         return self.captured >= 2 * HALF_ROWS and self.request.may_halve
 
     @property
+    def kept_prefixes(self) -> int | None:
+        """Of how many tokens of prompts the windows are kept; None: those of a share of the KV cache."""
+        tails = self.pools.prefix_tails
+        return None if tails is None else memory.kept_prefix_tokens(self.request.model, tails, self.chunk)
+
+    @property
     def static_bytes(self) -> float:
         """What --mem-fraction-static gives to weights and pools."""
         return self.fraction * self.free_bytes
