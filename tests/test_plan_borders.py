@@ -416,7 +416,7 @@ def cards(monkeypatch, *kinds, visible=None, order=None):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     if order is not None:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
-    return command._machine(argparse.Namespace(gpus=None, memory=None, card=None))[1:]
+    return command._machine(argparse.Namespace(gpus=None, memory=None, card=None))[1:3]
 
 
 GAMING = ("RTX 5090", "12.0", 32607)
@@ -464,6 +464,27 @@ def planned_lines(monkeypatch, capsys, *words, container=False, **environ):
     monkeypatch.setattr(facts, "is_container", lambda *_: container)
     assert main(["plan", "--sglang", "0.5.23", "--context", "65536", "--json", *words]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("in_use", "end"), [(700, None), (2100, ""), (13_000, ", and no request of full length fits")])
+def test_what_is_in_use_on_a_card_is_told(monkeypatch, capsys, in_use, end):
+    """A desktop on the second of two cards: SGLang takes its fraction of what is free on the card that has least."""
+    cards(monkeypatch, PRO, PRO)
+    answer, nothing = facts.run_command, "<used>0 MiB</used>"
+    some = f"<used>{in_use} MiB</used>".join
+    monkeypatch.setattr(facts, "run_command", lambda words: some((answer(words) or "").rsplit(nothing, 1)))
+    assert main(["plan", "--sglang", "0.5.23", "--context", "393216", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = [note for note in found["notes"] if "are in use now" in note]
+    assert found["request"]["in_use_mib"] == in_use and len(told) == (end is not None)
+    if told:
+        plan = launch.make(request())
+        left = plan.pools.tokens(plan.pool_bytes - plan.fraction * in_use * (1 << 20))
+        said = int(re.search(r"lacks: ([\d,]+) of", told[0])[1].replace(",", ""))
+        assert said == pytest.approx(plan.tokens - left, abs=256) and (f"tokens{end}" in told[0])
+        assert (left < 393_216) == bool(end)
+    assert main(["plan", "--sglang", "0.5.23", "--gpus", "2", "--memory", "96", "--json"]) == 0  # another machine's
+    assert not any("in use now" in note for note in json.loads(capsys.readouterr().out)["notes"])
 
 
 def test_the_lines_are_for_the_cards_that_the_plan_is_for(monkeypatch, capsys):

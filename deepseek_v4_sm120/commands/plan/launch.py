@@ -12,6 +12,7 @@ from pathlib import Path
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
+from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
 from deepseek_v4_sm120.commands.plan import cards, choices, hosts, memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
@@ -352,6 +353,13 @@ def _notes(plan: Plan) -> None:
         plan.notes.append(
             f"a prompt of more than {plan.kept_prefixes:,} tokens drops what other conversations have cached: fewer "
             "streams, or a shorter --context, leave room for more sliding windows (--swa-prefix-tails)"
+        )
+    if plan.fits and r.in_use_mib > IDLE_MEMORY_MIB:
+        lacks = math.ceil(plan.fraction * (r.in_use_mib << 20) / plan.pools.token_bytes)
+        is_short = ", and no request of full length fits then" if plan.tokens - lacks < r.context else ""
+        plan.notes.append(
+            f"{r.in_use_mib:,} MiB of a card are in use now: what is still there when the server starts, as a desktop "
+            f"is, the KV cache lacks: {min(lacks, plan.tokens):,} of {plan.tokens:,} tokens{is_short}"
         )
     per_request = plan.tokens // r.context
     if plan.fits and per_request < r.concurrency:

@@ -51,6 +51,7 @@ class Request:
     address: str | None = None  # of the first one, and the port by which they find each other
     interface: str | None = None  # of the network between them, by its name
     given: str = ""  # what Docker was told of cards for the container that this runs in, where those are not all
+    in_use_mib: int = 0  # of one of this machine's cards, at most, when it was asked
 
     @property
     def version(self) -> memory.Version:
