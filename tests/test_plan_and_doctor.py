@@ -1,10 +1,11 @@
-"""What `doctor` says of a server that runs a plan: the two may not send its owner to and fro."""
+"""What `doctor` says of a server that runs a plan, and `serve` makes of it: they may not send its owner to and fro."""
 
 import re
 
 import pytest
 
 from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.__main__ import main
 from deepseek_v4_sm120.commands.doctor import command, server
 from deepseek_v4_sm120.commands.doctor.finding import OK, WARN
 from deepseek_v4_sm120.commands.plan import launch, memory, models
@@ -127,6 +128,25 @@ def test_what_doctor_advises_leaves_a_request_of_full_length(context, tokens):
     kept = memory.kept_prefix_tokens(models.FLASH, int(wanted), 4096)
     assert ("two of full length" in told.fix) == (kept >= 2 * context)
     assert ("one of full length" in told.fix) == (context <= kept < 2 * context)
+
+
+# ---- serve: what stands behind --
+
+
+@pytest.mark.parametrize(
+    ("sglang", "name"), [("0.5.13", "--cuda-graph-max-bs"), ("0.5.23", "--cuda-graph-max-bs-decode")]
+)
+def test_graphs_are_for_as_many_requests_as_the_user_lets_run(capsys, sglang, name):
+    words = ["serve", "--gpus", "4", "--memory", "96", "--context", "65536", "--sglang", sglang, "--dry-run"]
+    for own, graphs in (
+        *(([], "8"), (["--max-running-requests", "48"], "48"), (["--max-running-requests=4"], "4")),
+        *((["--max-running-requests", word], "8") for word in ("many", "0", "-1")),
+    ):
+        assert main([*words, "--", *own] if own else words) == 0
+        assert f" {name} {graphs} " in capsys.readouterr().out
+    assert main([*words, "--", "--max-running-requests", "48", name, "32"]) == 0
+    told = capsys.readouterr().out
+    assert f" {name} 32" in told and f" {name} 48" not in told
 
 
 # ---- words that are taken for secrets
