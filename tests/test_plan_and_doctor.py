@@ -6,11 +6,12 @@ import pytest
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.__main__ import main
+from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.doctor import command, server
 from deepseek_v4_sm120.commands.doctor.finding import OK, WARN
 from deepseek_v4_sm120.commands.plan import launch, memory, models
 from deepseek_v4_sm120.commands.plan.command import show
-from deepseek_v4_sm120.commands.speculation import DSPARK, DSPARK_SINCE, Speculation
+from deepseek_v4_sm120.commands.speculation import DSPARK, DSPARK_SINCE, EAGLE, Speculation
 from tests.patching.wheels import RELEASES, since
 from tests.test_plan import flags, request
 
@@ -128,6 +129,37 @@ def test_what_doctor_advises_leaves_a_request_of_full_length(context, tokens):
     kept = memory.kept_prefix_tokens(models.FLASH, int(wanted), 4096)
     assert ("two of full length" in told.fix) == (kept >= 2 * context)
     assert ("one of full length" in told.fix) == (context <= kept < 2 * context)
+
+
+# ---- blocks, by the times that a plan prints
+
+
+def tokens_per_second(r, drafts, share):
+    """share: of guesses that are right, of each behind right ones."""
+    return sum(share**i for i in range(drafts + 1)) / r.drafted_step_seconds(drafts, r.has_draft_head)
+
+
+@pytest.mark.parametrize(("cards", "within"), [(2, 6), (4, 11), (8, 15)])
+def test_a_blocks_reason_is_what_the_plans_own_times_say(cards, within):
+    lacks = []
+    for streams in range(2, 9):
+        r = request(gpus=cards, concurrency=streams)
+        rates = [tokens_per_second(r, drafts, 0.8) for drafts in range(5)]
+        lacks.append(max(rates) / rates[1] - 1)
+    assert within - 1.2 < 100 * max(lacks) <= within
+    words = (
+        f"{within}% of the best depth on two cards"
+        if cards == 2
+        else f"{within} on {'four' if cards == 4 else 'eight'}"
+    )
+    assert words in flags_reasons(request(gpus=cards, concurrency=8))["--speculative-num-steps"]
+    alone = request(gpus=2, concurrency=1, load="structure")
+    assert tokens_per_second(alone, 2, 0.9) / tokens_per_second(alone, 1, 0.9) == pytest.approx(1.17, abs=0.005)
+    assert "17% ahead of 1 draft" in speculation.advise((0, 5, 23), EAGLE, 1, "structure").reason
+
+
+def flags_reasons(r):
+    return {flag.name: flag.reason for flag in launch.make(r).flags}
 
 
 # ---- serve: what stands behind --
