@@ -305,15 +305,19 @@ def test_scratch_by_hand(monkeypatch):
     assert memory.chunk_for(1024, 8192 * 1024) == 8192 and memory.chunk_for(1024, 8192 * 1024 - 1) == 4096
 
 
+@pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize(("gpus", "streams", "steps"), [(2, 4, None), (4, 8, None), (4, 2, 32), (8, 2, 32)])
-def test_decode_keeps_its_share_with_as_few_steps_as_do(gpus, streams, steps):
-    """Where 32 steps are not enough, the share that they are is said."""
-    plan = launch.make(request(gpus=gpus, concurrency=streams, context=65_536, speculation=None))
-    ideal = roofline.step_seconds(plan.request.model, gpus, streams, 65_536 // 4, wo_a_bf16=False)
+def test_decode_keeps_its_share_with_as_few_steps_as_do(gpus, streams, steps, drafts):
+    """Where 32 steps are not enough, the share that they are is said. A step with drafts takes longer: fewer do."""
+    drafter = speculation.Speculation(speculation.EAGLE, drafts + 1) if drafts else None
+    plan = launch.make(request(gpus=gpus, concurrency=streams, context=65_536, speculation=drafter))
+    sizes = plan.request.model, gpus, streams, 65_536 // 4
+    ideal = roofline.speculating_seconds(*sizes, drafts, wo_a_bf16=False)
     step, chunk = roofline.TYPICAL_OVER_IDEAL * ideal, 4096 / roofline.PUBLISHED_PREFILL[min(gpus, 4)][0]
     share = [n * step / (n * step + chunk) for n in (plan.interval - 1, plan.interval)]
-    assert plan.chunk == 4096 and (steps is None or plan.interval == steps)
-    assert share[0] < launch.DECODE_SHARE and (share[1] >= launch.DECODE_SHARE) == (steps is None)
+    assert plan.chunk == 4096 and (drafts or steps is None or plan.interval == steps)
+    assert share[0] < launch.DECODE_SHARE and (share[1] >= launch.DECODE_SHARE or plan.interval == 32)
+    assert drafts or (share[1] >= launch.DECODE_SHARE) == (steps is None)
     (reason,) = (flag.reason for flag in plan.flags if flag.name == "--prefill-decode-interval")
     assert f"decode keeps about {share[1]:.0%} of the time" in reason
     assert launch._interval(request(concurrency=1), 4096) == 0

@@ -180,13 +180,14 @@ def _prefill_rate(request: Request) -> float:
 
 
 def _decode_of_chunk(request: Request, chunk: int) -> float:
-    """How many of a chunk's times a decode step takes, as far as published rates tell."""
-    ideal = roofline.step_seconds(
-        *(request.model, request.gpus, request.concurrency, request.context // 4),
-        wo_a_bf16=request.wo_a_bf16,
-        card=request.card,
-        link=request.link,
-    )
+    """How many of a chunk's times a decode step takes, or one that verifies drafts and makes new ones (of DSPARK's
+    drafter as of an MTP block), as far as published rates tell."""
+    sizes = request.model, request.gpus, request.concurrency, request.context // 4
+    speeds = {"wo_a_bf16": request.wo_a_bf16, "card": request.card, "link": request.link}
+    if request.speculation is None:
+        ideal = roofline.step_seconds(*sizes, **speeds)
+    else:
+        ideal = roofline.speculating_seconds(*sizes, request.rows - 1, **speeds)
     return roofline.TYPICAL_OVER_IDEAL * ideal * _prefill_rate(request) / chunk
 
 
