@@ -17,7 +17,7 @@ from deepseek_v4_sm120.commands.plan.command import show
 from deepseek_v4_sm120.commands.speculation import DSPARK, DSPARK_SINCE, EAGLE, Speculation
 from deepseek_v4_sm120.sglang_patches.defaults import DECODE_STEPS_BETWEEN_CHUNKS
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import RELEASES, every_release, fetch, since
+from tests.patching.wheels import RELEASES, content, every_release, fetch, since
 from tests.test_plan import flags, request
 
 OF_THE_RELEASE = {"parsers", "reasoning effort", "metrics"}  # what no flag of a plan could mend
@@ -121,6 +121,22 @@ def test_no_chunk_waits_for_rounds_in_which_nobody_decodes(version):
     alone, eight = (launch.make(request(sglang=version, concurrency=streams)) for streams in (1, 8))
     assert rounds(alone, 0) == 0 and rounds(eight, 1) == rounds(eight, 7) == eight.interval > 0
     assert rounds(eight, 0) == (0 if since(version, "0.5.23") else eight.interval)  # before, no flag leaves them out
+
+
+def test_where_0_5_15s_own_attention_runs_it_is_one_that_is_there():
+    """Of FlashInfer 0.6.12, which it and its post release pin, `flashinfer.mla._sparse_mla_sm120` is no module."""
+    others = tuple(op for op in OPS if op != "sparse_decode")
+    for version, more, is_set in (
+        *((version, {"replaced": others}, True) for version in ("0.5.15", "0.5.15.post1")),
+        ("0.5.15", {"gpus": 4, "shadow": "1"}, True),
+        *((version, {}, False) for version in ("0.5.15", "0.5.15.post1")),
+        *((version, {"replaced": others}, False) for version in ("0.5.14", "0.5.16")),
+    ):
+        plan = launch.make(request(sglang=version, context=65_536, **more))
+        assert ("SGLANG_SM120_FLASHMLA_BACKEND=triton" in launch.launch_line(plan)) == is_set, (version, more)
+    for version in ("0.5.15", "0.5.15.post1"):
+        asked = content(fetch(version), "sglang/srt/layers/attention/flash_mla_sm120.py")
+        assert "    from flashinfer.mla._sparse_mla_sm120 import" in asked  # in the call, not at the start
 
 
 # ---- windows of cached prefixes, where the KV cache does not hold all streams at full length

@@ -13,6 +13,7 @@ from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
+from deepseek_v4_sm120.commands.doctor.software_checks import ATTENTION_VARIABLE
 from deepseek_v4_sm120.commands.plan import cards, choices, hosts, memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
@@ -26,6 +27,7 @@ TPS = (1, 2, 4, 8)
 REPORTED_PER_GB = cards.PRO.mib_per_gb  # MiB that the driver reports per GB of the label
 CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
 DECODE_SHARE, MOST_INTERVAL = 0.3, 32  # of the time while a long prompt is read; steps for it
+WITHOUT_ITS_KERNEL = (0, 5, 15)  # and its post release: doctor's FLASHINFER_WITHOUT_KERNEL
 BY_DEFAULT_SINCE = (0, 5, 20)  # a server of ours has an interval that nobody asked for
 WITHOUT_WAITING_SINCE = (0, 5, 23)  # SGLang's intervals can leave out rounds in which nobody decodes
 STEP = 0.01  # of --mem-fraction-static
@@ -243,6 +245,8 @@ def _flags(plan: Plan) -> None:
         env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
         env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
+    if r.version == WITHOUT_ITS_KERNEL and ("sparse_decode" not in r.replaced or r.shadow is not None):
+        env(Flag(ATTENTION_VARIABLE, "triton", "by default its attention imports what its FlashInfer does not have"))
     plan.environment += hosts.environment(r)
     plan.environment += [Flag(*item, "as in your environment: the plan is for these cards") for item in r.cards.items()]
     _notes(plan)
