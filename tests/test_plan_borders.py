@@ -305,15 +305,19 @@ def test_scratch_by_hand(monkeypatch):
     assert memory.chunk_for(1024, 8192 * 1024) == 8192 and memory.chunk_for(1024, 8192 * 1024 - 1) == 4096
 
 
+@pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize(("gpus", "streams", "steps"), [(2, 4, None), (4, 8, None), (4, 2, 32), (8, 2, 32)])
-def test_decode_keeps_its_share_with_as_few_steps_as_do(gpus, streams, steps):
-    """Where 32 steps are not enough, the share that they are is said."""
-    plan = launch.make(request(gpus=gpus, concurrency=streams, context=65_536, speculation=None))
-    ideal = roofline.step_seconds(plan.request.model, gpus, streams, 65_536 // 4, wo_a_bf16=False)
+def test_decode_keeps_its_share_with_as_few_steps_as_do(gpus, streams, steps, drafts):
+    """Where 32 steps are not enough, the share that they are is said. A step with drafts takes longer: fewer do."""
+    drafter = speculation.Speculation(speculation.EAGLE, drafts + 1) if drafts else None
+    plan = launch.make(request(gpus=gpus, concurrency=streams, context=65_536, speculation=drafter))
+    sizes = plan.request.model, gpus, streams, 65_536 // 4
+    ideal = roofline.speculating_seconds(*sizes, drafts, wo_a_bf16=False)
     step, chunk = roofline.TYPICAL_OVER_IDEAL * ideal, 4096 / roofline.PUBLISHED_PREFILL[min(gpus, 4)][0]
     share = [n * step / (n * step + chunk) for n in (plan.interval - 1, plan.interval)]
-    assert plan.chunk == 4096 and (steps is None or plan.interval == steps)
-    assert share[0] < launch.DECODE_SHARE and (share[1] >= launch.DECODE_SHARE) == (steps is None)
+    assert plan.chunk == 4096 and (drafts or steps is None or plan.interval == steps)
+    assert share[0] < launch.DECODE_SHARE and (share[1] >= launch.DECODE_SHARE or plan.interval == 32)
+    assert drafts or (share[1] >= launch.DECODE_SHARE) == (steps is None)
     (reason,) = (flag.reason for flag in plan.flags if flag.name == "--prefill-decode-interval")
     assert f"decode keeps about {share[1]:.0%} of the time" in reason
     assert launch._interval(request(concurrency=1), 4096) == 0
@@ -416,7 +420,7 @@ def cards(monkeypatch, *kinds, visible=None, order=None):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     if order is not None:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
-    return command._machine(argparse.Namespace(gpus=None, memory=None, card=None))[1:]
+    return command._machine(argparse.Namespace(gpus=None, memory=None, card=None))[1:3]
 
 
 GAMING = ("RTX 5090", "12.0", 32607)
@@ -464,6 +468,27 @@ def planned_lines(monkeypatch, capsys, *words, container=False, **environ):
     monkeypatch.setattr(facts, "is_container", lambda *_: container)
     assert main(["plan", "--sglang", "0.5.23", "--context", "65536", "--json", *words]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("in_use", "end"), [(700, None), (2100, ""), (13_000, ", and no request of full length fits")])
+def test_what_is_in_use_on_a_card_is_told(monkeypatch, capsys, in_use, end):
+    """A desktop on the second of two cards: SGLang takes its fraction of what is free on the card that has least."""
+    cards(monkeypatch, PRO, PRO)
+    answer, nothing = facts.run_command, "<used>0 MiB</used>"
+    some = f"<used>{in_use} MiB</used>".join
+    monkeypatch.setattr(facts, "run_command", lambda words: some((answer(words) or "").rsplit(nothing, 1)))
+    assert main(["plan", "--sglang", "0.5.23", "--context", "393216", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = [note for note in found["notes"] if "are in use now" in note]
+    assert found["request"]["in_use_mib"] == in_use and len(told) == (end is not None)
+    if told:
+        plan = launch.make(request())
+        left = plan.pools.tokens(plan.pool_bytes - plan.fraction * in_use * (1 << 20))
+        said = int(re.search(r"lacks: ([\d,]+) of", told[0])[1].replace(",", ""))
+        assert said == pytest.approx(plan.tokens - left, abs=256) and (f"tokens{end}" in told[0])
+        assert (left < 393_216) == bool(end)
+    assert main(["plan", "--sglang", "0.5.23", "--gpus", "2", "--memory", "96", "--json"]) == 0  # another machine's
+    assert not any("in use now" in note for note in json.loads(capsys.readouterr().out)["notes"])
 
 
 def test_the_lines_are_for_the_cards_that_the_plan_is_for(monkeypatch, capsys):

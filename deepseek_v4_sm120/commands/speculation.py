@@ -277,7 +277,9 @@ ADVICE = {
         "1 draft beat 2 and 3 on two cards (sglang #25696), whose later drafts had the fault that draft_chain mends; "
         "nobody compared with it: see what one more pays from, and docs/gates.md",
     ),
-    (EAGLE, STRUCTURE): Advice(2, "by bytes 12% ahead of 1 draft at 90% acceptance; a third is seldom accepted"),
+    (EAGLE, STRUCTURE): Advice(
+        2, "by bytes 17% ahead of 1 draft at 90% acceptance on two cards; a third is seldom accepted"
+    ),
     (DSPARK, TEXT): Advice(3, "each row reads 1.6 GB more a card on two cards; 5 is in doubt on SM120 (sglang #33800)"),
     (DSPARK, STRUCTURE): Advice(
         4,
@@ -286,7 +288,10 @@ ADVICE = {
     ),
 }
 ADVICE_OF_MANY = {
-    EAGLE: Advice(1, "within 7% of the best depth up to 8 streams, by bytes at 80% acceptance"),
+    EAGLE: Advice(
+        1,
+        "up to 8 streams within 6% of the best depth on two cards, 11 on four, 15 on eight, by bytes at 80% acceptance",
+    ),
     DSPARK: Advice(3, "the best of a sweep with many agents on four cards, 10% ahead of 7 (vllm-project/recipes #967)"),
 }
 RECKONED_STREAMS = 8  # up to which ADVICE_OF_MANY is EAGLE's

@@ -41,6 +41,7 @@ DECIDING = (
     *("disable_radix_cache", "disable_overlap_schedule", "swa_full_tokens_ratio", "swa_prefix_tails", "kv_cache_dtype"),
     *("speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk"),
     *("speculative_dspark_block_size", "enable_hierarchical_cache", "enable_priority_scheduling", "grammar_backend"),
+    "prefill_decode_interval_min_bs",
 )
 _found: str | None = None  # by this process
 ALL_THE_SAME = "DSV4_SM120_ON_BROKEN=warn there, where ours is, starts all the same"

@@ -366,8 +366,18 @@ def test_versions_against_sglangs_own_pins(tmp_path):
     assert finding(software_checks.checks(found), "versions").state == OK
     found.versions["torch"] = None
     assert "torch is missing" in finding(software_checks.checks(found), "versions").found
-    found.versions |= {"torch": "2.14.1", "sglang": "0.5.15"}
-    assert finding(software_checks.checks(found), "versions").state == FAIL
+    ours, nothing = [{"patch": "sparse_decode", "state": "READY", "reason": "", "review": "reviewed"}], {}
+    for sglang, patches, settings, environ, state in (
+        *((sglang, [], nothing, nothing, FAIL) for sglang in ("0.5.15", "0.5.15.post1")),
+        ("0.5.15.post1", ours, nothing, nothing, OK),
+        ("0.5.15", ours, {"shadow": "1"}, nothing, FAIL),
+        ("0.5.15", [], nothing, {software_checks.ATTENTION_VARIABLE: "triton"}, OK),
+        ("0.5.16", [], nothing, nothing, OK),
+    ):
+        found.versions |= {"torch": "2.14.1", "sglang": sglang}
+        found.status |= {"patches": patches, "settings": settings}
+        found.environ = environ
+        assert finding(software_checks.checks(found), "versions").state == state, (sglang, settings, environ)
 
 
 @pytest.mark.parametrize(

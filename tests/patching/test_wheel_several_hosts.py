@@ -8,6 +8,7 @@ from tests.patching.wheels import content, every_release, fetch, members, since
 # argument -> the first release that has it
 CAME = {
     "prefill_decode_interval": "0.5.19",
+    "prefill_decode_interval_min_bs": "0.5.23",
     "speculative_dspark_block_size": "0.5.16",
     "swa_prefix_tails": "0.5.21",
 }

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 when a check FAILs; warnings and checks that could not run do not count."""
     if arguments.api_key is not None and arguments.url is None:
-        raise console.CommandError("--api-key is that of a running server, so it wants --url")
+        raise console.CommandError("`--api-key` is that of a running server, so it wants --url")
     answers = None
     if arguments.url is not None:  # first: a dead server is told at once
         answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))

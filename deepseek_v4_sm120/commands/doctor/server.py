@@ -5,7 +5,9 @@ An answer may have any shape: what is not there, or is not what SGLang answers, 
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from deepseek_v4_sm120.sglang_patches.names import IS_TRUE, RUST_FRONT, RUST_FRO
 
 MOST_PLANNED = 65_535  # tokens of a pass that SGLang's planner of groups takes, which has 16 bits for each; then 65,536
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
+INTERVAL_OF_OURS = "prefill_interval"  # our patch, in place where prefill_decode_interval_0_5_17 is on
 LEAST_CHUNK = 4096  # rows, of a rank
 OVERLAPPED_DRAFTS_SINCE = (0, 5, 14)
 GRAPHS_BY_PHASE_SINCE = (0, 5, 14)  # --cuda-graph-max-bs was one for both before
@@ -363,13 +366,15 @@ def _prefill(a: Answers) -> Iterator[Finding]:
 
 
 def _fairness(a: Answers) -> Iterator[Finding]:
+    if a.get("max_running_requests") == 1 or INTERVAL_OF_OURS in (a.applied or ()):
+        return  # no other stream waits, or what `plan` sets of 0.5.17 has them go on
     if "prefill_decode_interval" in a.info:
         if not a.get("prefill_decode_interval"):
             cost = "a long prompt stops all other streams: 2 to 3 tokens/s for half a minute was measured"
             yield warn("prefill and decode", "no interleaving", cost, "--prefill-decode-interval 8")
     elif not a.get("enable_mixed_chunk"):
         cost = "a long prompt stops all other streams; this release has no --prefill-decode-interval"
-        fix = "0.5.20 or newer; 0.5.17: DSV4_SM120_SET=prefill_decode_interval_0_5_17=on; or a smaller chunk"
+        fix = "0.5.19 or newer; 0.5.17: DSV4_SM120_SET=prefill_decode_interval_0_5_17=on; or a smaller chunk"
         yield warn("prefill and decode", "no interleaving", cost, fix)
 
 
@@ -428,9 +433,33 @@ def _prefixes(a: Answers) -> Iterator[Finding]:
     if kept < context:
         found = f"windows of {tails} prefixes, which prompts of {kept:,} tokens fill"
         cost = "a longer prompt drops the cached prefixes of all other conversations, whatever room the KV cache has"
-        wanted = memory.prefix_tails_for(models.FLASH, 2 * context, chunk)
-        fix = f"--swa-prefix-tails {wanted} for two of full length; `plan` says what fits (InferenceX #3346)"
+        fix = f"{_more_windows(a, running, chunk, context, tails)}; `plan` says what fits (InferenceX #3346)"
         yield warn("prefix cache", found, cost, fix)
+
+
+def _more_windows(a: Answers, running: int, chunk: int, context: int, tails: int) -> str:
+    """What keeps the windows of two conversations of full length, or of one, or as many as leave the KV cache half of
+    its tokens and a request of full length; by Flash's sizes."""
+    tokens, rows = a.get("max_total_num_tokens"), a.get("speculative_num_draft_tokens") or 0
+    sized = functools.partial(memory.pools, models.FLASH, a.version, requests=running, chunk=chunk, drafts=rows)
+    now = sized(prefix_tails=tails)
+
+    def left(wanted: int) -> int:
+        return (tokens or 0) - math.ceil((sized(prefix_tails=wanted).window_bytes - now.window_bytes) / now.token_bytes)
+
+    both = {name: memory.prefix_tails_for(models.FLASH, n * context, chunk) for n, name in ((2, "two"), (1, "one"))}
+    if not tokens:
+        return f"--swa-prefix-tails {both['two']} for two of full length"
+    least = max(context, tokens // 2)
+    for name, wanted in both.items():
+        if left(wanted) >= least:
+            return f"--swa-prefix-tails {wanted} for {name} of full length leaves {left(wanted):,} tokens of {tokens:,}"
+    room = tokens * now.token_bytes + now.window_bytes + now.states
+    wanted = memory.wanted_prefix_tails(models.FLASH, now, chunk=chunk, room=room, tokens=least)
+    if wanted is None or wanted <= tails:
+        return "a shorter --context-length, more cards, or a memory fraction that `plan` has"
+    kept = memory.kept_prefix_tokens(models.FLASH, wanted, chunk)
+    return f"--swa-prefix-tails {wanted} for {kept:,} tokens leaves {left(wanted):,} of {tokens:,}; or less context"
 
 
 def _small_windows(a: Answers) -> Iterator[Finding]:

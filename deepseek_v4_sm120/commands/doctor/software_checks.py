@@ -19,7 +19,8 @@ NOT_REPRODUCIBLE, HANDED_OVER, COMPILES = "NOT REPRODUCIBLE", ": SGLang's own, a
 # FlashInfer's top-k in blocks that wait for each other: until when it could wait for ever, and until when a barrier was
 # missing in front of the wait; read in the wheels of 0.6.11.post1 to 0.7.2
 RENORM_HANGS_BELOW, RENORM_RACES_BELOW = (0, 6, 14), (0, 7, 1)
-FLASHINFER_WITHOUT_KERNEL = "0.5.15"  # its pin lacks the attention kernel that its default imports
+# with post1: the FlashInfer that it pins, 0.6.12, lacks what SGLang's own attention imports at its first call
+FLASHINFER_WITHOUT_KERNEL, ATTENTION_VARIABLE = re.compile(r"0\.5\.15(\.post\d+)?"), "SGLANG_SM120_FLASHMLA_BACKEND"
 
 
 def checks(facts: Facts) -> Iterator[Finding]:
@@ -115,12 +116,12 @@ def _versions(facts: Facts) -> Iterator[Finding]:
             "kernels are missing or called with other arguments than they take",
             f"use SGLang's own image, or: pip install {pins}",
         )
-    if sglang == FLASHINFER_WITHOUT_KERNEL:
+    if FLASHINFER_WITHOUT_KERNEL.fullmatch(sglang) and _runs_its_own_attention(facts):
         yield fail(
             "versions",
-            f"SGLang {sglang}",
-            "its default attention imports a FlashInfer module that its pinned FlashInfer does not have",
-            "SGLang 0.5.17 or newer; or SGLANG_SM120_FLASHMLA_BACKEND=triton",
+            f"SGLang {sglang}, whose own attention runs",
+            "it imports a FlashInfer module that its pinned FlashInfer does not have",
+            f"leave sparse_decode in place, without shadow mode; or {ATTENTION_VARIABLE}=triton; or SGLang 0.5.17",
         )
     elif not wrong:
         known = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
@@ -132,6 +133,16 @@ def _versions(facts: Facts) -> Iterator[Finding]:
             "SGLang compiles kernels at its start and stops where it cannot",
             "an image with the CUDA toolkit (lmsysorg/sglang has it), or set CUDA_HOME",
         )
+
+
+def _runs_its_own_attention(facts: Facts) -> bool:
+    """By FlashInfer, that is, as where nothing is said."""
+    environs = (facts.environ, *facts.server_environ.values())
+    if any(environ.get(ATTENTION_VARIABLE, "flashinfer") != "flashinfer" for environ in environs):
+        return False
+    rows = served.patches(facts) if facts.status is not None else []
+    is_ours = any(row["patch"] == "sparse_decode" and row["state"] in ("READY", "APPLIED") for row in rows)
+    return not is_ours or bool((served.told(facts, "settings") or {}).get("shadow"))
 
 
 def _renorm(facts: Facts) -> Iterator[Finding]:

@@ -91,7 +91,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     hosts.check(arguments.nodes, arguments.dist_init_addr)
     if arguments.nodes == 1 and (arguments.dist_init_addr or arguments.interface):
         raise CommandError("--dist-init-addr and --interface are for several hosts: --nodes")
-    card, of_host, memory_mib = _machine(arguments)
+    card, of_host, memory_mib, in_use_mib = _machine(arguments)
     gpus = of_host * arguments.nodes
     choices = settings().choices
     switched_off = tuple(op for op in OPS if choices.get(op) == "off")
@@ -126,6 +126,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         interface=arguments.interface,
         cards=_chosen_cards(of_host, os.environ),
         given=given_cards(os.environ),
+        in_use_mib=in_use_mib,
     )
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
 
@@ -175,20 +176,20 @@ def _profile(path: str | None, sglang: str) -> profile.Profile:
     return found
 
 
-def _machine(arguments: argparse.Namespace) -> tuple[kinds.Card, int, int]:
-    """(kind, how many, MiB of one) of this machine's cards, or as is said."""
+def _machine(arguments: argparse.Namespace) -> tuple[kinds.Card, int, int, int]:
+    """(kind, how many, MiB of one, MiB in use now of one at most) of this machine's cards, or as is said."""
     gpus, memory_gb = arguments.gpus, arguments.memory
     asked = None if arguments.card is None else kinds.KINDS[arguments.card]
     if memory_gb is not None:
         launch.check_memory(memory_gb)
     if gpus is not None and memory_gb is not None and asked is not None:
-        return asked, gpus, int(memory_gb * asked.mib_per_gb)
+        return asked, gpus, int(memory_gb * asked.mib_per_gb), 0
     found = cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
     card = asked or (kinds.of_name(found[0].name) if found and found[0] is not None else kinds.PRO)
     usable = max((tp for tp in launch.TPS if tp <= len(found)), default=1 if card.is_hosts else 2)
     gpus = usable if gpus is None else gpus
     if memory_gb is not None or not found or asked is not None:
-        return card, gpus, int((card.gb if memory_gb is None else memory_gb) * card.mib_per_gb)
+        return card, gpus, int((card.gb if memory_gb is None else memory_gb) * card.mib_per_gb), 0
     if None in found:
         name = visible.names(os.environ)[found.index(None)]
         raise CommandError(f"nvidia-smi does not list {VISIBLE}={name}: --gpus N --memory <GB of one>")
@@ -196,7 +197,7 @@ def _machine(arguments: argparse.Namespace) -> tuple[kinds.Card, int, int]:
     memory_mib = kinds.host_memory_mib(Path("/")) if card.is_hosts and not told else told
     if not memory_mib:
         raise CommandError(f"the driver does not tell the memory of {found[0].name}: --memory <GB of a card>")
-    return card, gpus, memory_mib
+    return card, gpus, memory_mib, max(gpu.memory_used for gpu in found[:gpus])
 
 
 def cards(gpus: Sequence, environ: Mapping[str, str]) -> list:

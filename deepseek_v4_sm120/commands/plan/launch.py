@@ -6,11 +6,14 @@ import functools
 import math
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
+from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
+from deepseek_v4_sm120.commands.doctor.software_checks import ATTENTION_VARIABLE
 from deepseek_v4_sm120.commands.plan import cards, choices, hosts, memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
@@ -24,6 +27,9 @@ TPS = (1, 2, 4, 8)
 REPORTED_PER_GB = cards.PRO.mib_per_gb  # MiB that the driver reports per GB of the label
 CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
 DECODE_SHARE, MOST_INTERVAL = 0.3, 32  # of the time while a long prompt is read; steps for it
+WITHOUT_ITS_KERNEL = (0, 5, 15)  # and its post release: doctor's FLASHINFER_WITHOUT_KERNEL
+BY_DEFAULT_SINCE = (0, 5, 20)  # a server of ours has an interval that nobody asked for
+WITHOUT_WAITING_SINCE = (0, 5, 23)  # SGLang's intervals can leave out rounds in which nobody decodes
 STEP = 0.01  # of --mem-fraction-static
 ENOUGH = 2  # times the tokens of all streams at full length: more capacity is worth less than a chunk or prefill graphs
 MOST_STREAMS = 4096
@@ -34,8 +40,8 @@ PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
 LOOPBACK = "127.0.0.1"
 OTHERS = (
-    "Both answer this machine alone. For others: --host 0.0.0.0 or -p 30000:30000, with --api-key and --admin-api-key; "
-    "without keys whoever reaches the port may empty the cache, stop requests and put other weights in"
+    "Both answer this machine alone. For others: --host 0.0.0.0 or -p 30000:30000, with both keys, `--api-key` and "
+    "`--admin-api-key`; without them whoever reaches the port may empty the cache, stop requests, put other weights in"
 )
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
@@ -141,12 +147,25 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
     fraction = round(max(0.0, min(most, fraction)), 2)  # as it is given to the server
     room = fraction * free - weights - given_back
     if request.may_keep_prefixes:
-        short = memory.static_off_by(weights, fraction) / pools.token_bytes  # of tokens, as many as may be
-        streams = request.concurrency * request.context + math.ceil(short)
-        tails = memory.wanted_prefix_tails(m, pools, chunk=chunk, room=room, tokens=streams)
+        tails = _prefix_tails(request, pools, sized, chunk, room, memory.static_off_by(weights, fraction))
         pools = pools if tails is None else sized(prefix_tails=tails)
     tokens = pools.tokens(room)
     return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, tails, given_back)
+
+
+def _prefix_tails(
+    request: Request, pools: memory.Pools, sized: Callable, chunk: int, room: float, off_by: float
+) -> int | None:
+    """The windows of all that the KV cache holds beside all streams at full length. Where it has not that much as it
+    is, those of one conversation of full length, for half of the cache at most: with fewer a single long prompt drops
+    what all others have cached. None: SGLang's own number. off_by: bytes by which `room` may be short."""
+    m, context, short = request.model, request.context, math.ceil(off_by / pools.token_bytes)
+    least, holds = request.concurrency * context + short, pools.tokens(room)
+    if pools.prefix_tails is not None and holds < least:
+        least, one = max(context + short, holds // 2), memory.prefix_tails_for(m, context, chunk)
+        if one <= pools.prefix_tails or sized(prefix_tails=one).tokens(room) >= least:
+            return one if one > pools.prefix_tails else None
+    return memory.wanted_prefix_tails(m, pools, chunk=chunk, room=room, tokens=least)
 
 
 def _weights(request: Request, drafts: bool) -> float:
@@ -165,13 +184,14 @@ def _prefill_rate(request: Request) -> float:
 
 
 def _decode_of_chunk(request: Request, chunk: int) -> float:
-    """How many of a chunk's times a decode step takes, as far as published rates tell."""
-    ideal = roofline.step_seconds(
-        *(request.model, request.gpus, request.concurrency, request.context // 4),
-        wo_a_bf16=request.wo_a_bf16,
-        card=request.card,
-        link=request.link,
-    )
+    """How many of a chunk's times a decode step takes, or one that verifies drafts and makes new ones (of DSPARK's
+    drafter as of an MTP block), as far as published rates tell."""
+    sizes = request.model, request.gpus, request.concurrency, request.context // 4
+    speeds = {"wo_a_bf16": request.wo_a_bf16, "card": request.card, "link": request.link}
+    if request.speculation is None:
+        ideal = roofline.step_seconds(*sizes, **speeds)
+    else:
+        ideal = roofline.speculating_seconds(*sizes, request.rows - 1, **speeds)
     return roofline.TYPICAL_OVER_IDEAL * ideal * _prefill_rate(request) / chunk
 
 
@@ -225,6 +245,8 @@ def _flags(plan: Plan) -> None:
         env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
         env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
+    if r.version == WITHOUT_ITS_KERNEL and ("sparse_decode" not in r.replaced or r.shadow is not None):
+        env(Flag(ATTENTION_VARIABLE, "triton", "by default its attention imports what its FlashInfer does not have"))
     plan.environment += hosts.environment(r)
     plan.environment += [Flag(*item, "as in your environment: the plan is for these cards") for item in r.cards.items()]
     _notes(plan)
@@ -272,11 +294,18 @@ def _is_interval_a_choice(plan: Plan) -> bool:
 
 
 def _interleaving(plan: Plan) -> None:
-    r, n = plan.request, plan.interval
+    r, n, name = plan.request, plan.interval, "--prefill-decode-interval"
     if n == 0:
+        if r.concurrency == 1 and r.version >= BY_DEFAULT_SINCE and not choices.says_interval(r):
+            nobody = "one stream: nobody decodes beside its prompt, and SGLang would wait after each chunk all the same"
+            plan.flags.append(Flag(name, "0", nobody))
         return
     if r.version >= (0, 5, 19):
-        plan.flags.append(Flag("--prefill-decode-interval", str(n), _interval_reason(plan)))
+        plan.flags.append(Flag(name, str(n), _interval_reason(plan)))
+        if r.version >= WITHOUT_WAITING_SINCE:
+            plan.flags.append(
+                Flag(f"{name}-min-bs", "1", "no chunk waits for as many empty rounds where nobody decodes")
+            )
     elif r.version != (0, 5, 17):
         plan.notes.append(
             f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until "
@@ -333,6 +362,18 @@ def _notes(plan: Plan) -> None:
         plan.notes.append(
             f"steps of {r.most_rows} rows are more than all_reduce takes ({all_reduce_sizes.MAX_ROWS}): the sums "
             "between the cards will be NCCL's, as in the column of the ceilings"
+        )
+    if plan.fits and plan.kept_prefixes is not None and plan.kept_prefixes < r.context:
+        plan.notes.append(
+            f"a prompt of more than {plan.kept_prefixes:,} tokens drops what other conversations have cached: fewer "
+            "streams, or a shorter --context, leave room for more sliding windows (--swa-prefix-tails)"
+        )
+    if plan.fits and r.in_use_mib > IDLE_MEMORY_MIB:
+        lacks = math.ceil(plan.fraction * (r.in_use_mib << 20) / plan.pools.token_bytes)
+        is_short = ", and no request of full length fits then" if plan.tokens - lacks < r.context else ""
+        plan.notes.append(
+            f"{r.in_use_mib:,} MiB of a card are in use now: what is still there when the server starts, as a desktop "
+            f"is, the KV cache lacks: {min(lacks, plan.tokens):,} of {plan.tokens:,} tokens{is_short}"
         )
     per_request = plan.tokens // r.context
     if plan.fits and per_request < r.concurrency:

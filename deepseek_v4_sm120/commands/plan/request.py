@@ -51,6 +51,7 @@ class Request:
     address: str | None = None  # of the first one, and the port by which they find each other
     interface: str | None = None  # of the network between them, by its name
     given: str = ""  # what Docker was told of cards for the container that this runs in, where those are not all
+    in_use_mib: int = 0  # of one of this machine's cards, at most, when it was asked
 
     @property
     def version(self) -> memory.Version:
@@ -190,6 +191,12 @@ class Plan:
     def halves(self) -> bool:
         """Whether its greatest passes in graphs go in halves."""
         return self.captured >= 2 * HALF_ROWS and self.request.may_halve
+
+    @property
+    def kept_prefixes(self) -> int | None:
+        """Of how many tokens of prompts the windows are kept; None: those of a share of the KV cache."""
+        tails = self.pools.prefix_tails
+        return None if tails is None else memory.kept_prefix_tokens(self.request.model, tails, self.chunk)
 
     @property
     def static_bytes(self) -> float:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from deepseek_v4_sm120.commands import speculation, streaming_session
@@ -25,7 +26,7 @@ from deepseek_v4_sm120.commands.doctor.http_get import get
 from deepseek_v4_sm120.commands.ending import Terminated, as_interrupts
 from deepseek_v4_sm120.commands.plan import choices, hosts, launch
 from deepseek_v4_sm120.commands.plan import command as plan_command
-from deepseek_v4_sm120.commands.plan.request import Plan
+from deepseek_v4_sm120.commands.plan.request import Flag, Plan
 from deepseek_v4_sm120.settings import REPORT, read_choices
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
@@ -35,6 +36,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OTHER_CARDS = {"--base-gpu-id", "--gpu-id-step", "--model-path", "--model", "--cpu-offload-gb", "--tp-size", "--tp"}
 OTHER_CARDS |= {"--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"}
 OF_HOSTS = {"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"}
+SLOTS, GRAPHS = "--max-running-requests", "--cuda-graph-max-bs"  # the second with -decode from 0.5.14 on
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
 OTHER_DRAFTER = "--speculative-draft-model"  # with -path, too: weights of another folder
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
@@ -158,11 +160,17 @@ def _last(words: list[str], flag: str) -> str | None:
 def command_line(plan: Plan, host: str, port: int, extra: list[str]) -> tuple[list[str], list[str]]:
     """(words, planned flags that the user's own replace)."""
     own = {word.partition("=")[0] for word in extra if word.startswith("--")}
-    kept = [flag for flag in plan.flags if flag.name not in own]
+    kept = [_with_slots(flag, _last(extra, SLOTS)) for flag in plan.flags if flag.name not in own]
     dropped = [flag.name for flag in plan.flags if flag.name in own]
     words = [sys.executable, "-m", "sglang.launch_server", "--host", host, "--port", str(port)]
     words += [word for flag in kept for word in (flag.name, flag.value) if word]
     return words + extra, dropped
+
+
+def _with_slots(flag: Flag, slots: str | None) -> Flag:
+    """Graphs for as many requests as the user lets run: steps of more are several times slower without."""
+    is_whole = slots is not None and slots.isascii() and slots.isdigit() and int(slots[:6]) > 0
+    return replace(flag, value=slots) if is_whole and flag.name.startswith(GRAPHS) else flag
 
 
 def unsafe(plan: Plan, words: list[str], environ: Mapping[str, str]) -> list[str]:
