@@ -389,11 +389,7 @@ def test_scratch_that_does_not_fit_is_not_the_weights():
 
 def test_one_stream_needs_no_fairness():
     plan = launch.make(request(concurrency=1, context=131_072))
-    assert plan.interval == 0 and flags(plan)["--prefill-decode-interval"] == "0"  # else ours is 8
-    for older in ("0.5.12", "0.5.17", "0.5.19"):
-        plan = launch.make(request(concurrency=1, context=65_536, sglang=older, speculation=None))
-        assert not any("interval" in flag.name + flag.value for flag in [*plan.flags, *plan.environment])
-    plan = launch.make(request(concurrency=1, context=131_072))
+    assert plan.interval == 0 and "--prefill-decode-interval" not in flags(plan)
     assert flags(plan)["--chunked-prefill-size"] == "8192"
 
 

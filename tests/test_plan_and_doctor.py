@@ -2,8 +2,6 @@
 
 import functools
 import re
-from types import SimpleNamespace
-from typing import Optional
 
 import pytest
 
@@ -15,9 +13,7 @@ from deepseek_v4_sm120.commands.doctor.finding import OK, WARN
 from deepseek_v4_sm120.commands.plan import launch, memory, models
 from deepseek_v4_sm120.commands.plan.command import show
 from deepseek_v4_sm120.commands.speculation import DSPARK, DSPARK_SINCE, EAGLE, Speculation
-from deepseek_v4_sm120.sglang_patches.defaults import DECODE_STEPS_BETWEEN_CHUNKS
-from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import RELEASES, content, every_release, fetch, since
+from tests.patching.wheels import RELEASES, content, fetch, since
 from tests.test_plan import flags, request
 
 OF_THE_RELEASE = {"parsers", "reasoning effort", "metrics"}  # what no flag of a plan could mend
@@ -90,37 +86,6 @@ def test_streams_that_wait_for_a_prompt_are_told_where_there_are_some():
     alone = server.Answers(told.info | {"max_running_requests": 1}, None, without.applied, model_type="deepseek_v4")
     of = [{f.check: f for f in server.checks(one)}.get("prefill and decode") for one in (told, without, alone)]
     assert of[0] is of[2] is None and of[1].state == WARN and "prefill_decode_interval_0_5_17=on" in of[1].fix
-
-
-@every_release("0.5.19")
-def test_no_chunk_waits_for_rounds_in_which_nobody_decodes(version):
-    """By each release's own functions: a chunk arms the interval, which counts rounds of an empty batch, too."""
-    module = "sglang.srt.managers.scheduler"
-    arm, defer = (
-        take(fetch(version), {"Optional": Optional, "ScheduleBatch": object}, f"Scheduler.{name}", module)
-        for name in ("_arm_prefill_decode_interval", "_should_defer_prefill")
-    )
-    chunk = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), is_extend_in_batch=True)
-
-    def rounds(plan, decoding):
-        """Those for which the second chunk of a prompt waits."""
-        told = {"--prefill-decode-interval": DECODE_STEPS_BETWEEN_CHUNKS if since(version, "0.5.20") else 0} | flags(
-            plan
-        )
-        server_ = SimpleNamespace(
-            prefill_decode_interval=int(told["--prefill-decode-interval"]), require_mlp_sync=False
-        )
-        server_.prefill_decode_interval_min_bs = int(told.get("--prefill-decode-interval-min-bs", 0))
-        server_._prefill_decode_interval_remaining = 0
-        arm(server_, chunk)
-        batch, waited = SimpleNamespace(batch_size=lambda: decoding), 0
-        while defer(server_, *([batch] if since(version, "0.5.23") else [])):
-            waited += 1
-        return waited
-
-    alone, eight = (launch.make(request(sglang=version, concurrency=streams)) for streams in (1, 8))
-    assert rounds(alone, 0) == 0 and rounds(eight, 1) == rounds(eight, 7) == eight.interval > 0
-    assert rounds(eight, 0) == (0 if since(version, "0.5.23") else eight.interval)  # before, no flag leaves them out
 
 
 def test_where_0_5_15s_own_attention_runs_it_is_one_that_is_there():

@@ -28,8 +28,6 @@ REPORTED_PER_GB = cards.PRO.mib_per_gb  # MiB that the driver reports per GB of 
 CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
 DECODE_SHARE, MOST_INTERVAL = 0.3, 32  # of the time while a long prompt is read; steps for it
 WITHOUT_ITS_KERNEL = (0, 5, 15)  # and its post release: doctor's FLASHINFER_WITHOUT_KERNEL
-BY_DEFAULT_SINCE = (0, 5, 20)  # a server of ours has an interval that nobody asked for
-WITHOUT_WAITING_SINCE = (0, 5, 23)  # SGLang's intervals can leave out rounds in which nobody decodes
 STEP = 0.01  # of --mem-fraction-static
 ENOUGH = 2  # times the tokens of all streams at full length: more capacity is worth less than a chunk or prefill graphs
 MOST_STREAMS = 4096
@@ -294,18 +292,11 @@ def _is_interval_a_choice(plan: Plan) -> bool:
 
 
 def _interleaving(plan: Plan) -> None:
-    r, n, name = plan.request, plan.interval, "--prefill-decode-interval"
+    r, n = plan.request, plan.interval
     if n == 0:
-        if r.concurrency == 1 and r.version >= BY_DEFAULT_SINCE and not choices.says_interval(r):
-            nobody = "one stream: nobody decodes beside its prompt, and SGLang would wait after each chunk all the same"
-            plan.flags.append(Flag(name, "0", nobody))
         return
     if r.version >= (0, 5, 19):
-        plan.flags.append(Flag(name, str(n), _interval_reason(plan)))
-        if r.version >= WITHOUT_WAITING_SINCE:
-            plan.flags.append(
-                Flag(f"{name}-min-bs", "1", "no chunk waits for as many empty rounds where nobody decodes")
-            )
+        plan.flags.append(Flag("--prefill-decode-interval", str(n), _interval_reason(plan)))
     elif r.version != (0, 5, 17):
         plan.notes.append(
             f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until "
