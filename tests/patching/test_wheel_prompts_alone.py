@@ -1,5 +1,5 @@
-"""The chunks of a prompt with --prefill-decode-interval, in each release's own loops and choice of the next batch, taken
-out of the wheels: what is launched before what is waited for. Batches and the model are stand-ins."""
+"""The chunks of a prompt with --prefill-decode-interval, in each release's own loops and choice of the next batch
+taken out of the wheels: what is launched before what is waited for. Batches and the model are stand-ins."""
 
 from collections import deque
 from contextlib import nullcontext
