@@ -240,6 +240,28 @@ def test_without_such_sums_the_ceilings_are_assumed(tmp_path, changes):
     assert few == roofline.all_reduce_seconds(models.FLASH, 4, 64, True)
 
 
+@pytest.mark.parametrize("cards", [2, 4, 8])
+def test_the_least_time_of_sums_is_that_of_either_way_of_ours(cards):
+    """All terms to everybody, or by way of their owner, as ops.all_reduce has both: fewer bytes, one hop more."""
+
+    def of(rows, fast=True):
+        return roofline.all_reduce_seconds(models.FLASH, cards, rows, fast) / 87 * 1e6
+
+    row, floor = 4096 * 2 / 50e9 * 1e6, kinds.PCIE.fast_s[cards] * 1e6
+    assert of(1) == pytest.approx(floor + (cards - 1) * row)
+    by_owners = floor + roofline.HOP_S * 1e6 + 2 * (cards - 1) / cards * 64 * row
+    assert of(64) == pytest.approx(min(by_owners, floor + (cards - 1) * 64 * row)) and of(64) < of(64, fast=False)
+    assert (of(64) == pytest.approx(by_owners)) == (cards > 2)
+
+
+def test_sums_between_hosts_are_nccls():
+    for rows, cards in ((1, 2), (64, 8)):
+        ours, theirs = (
+            roofline.all_reduce_seconds(models.FLASH, cards, rows, f, link=kinds.NETWORK) for f in (True, False)
+        )
+        assert ours == theirs
+
+
 def test_the_memory_of_the_sums():
     def reserve(gpus, **changes):
         return {x.what: x for x in launch.make(request(gpus=gpus, **changes)).reserves}.get("sums between the cards")

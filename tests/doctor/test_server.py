@@ -166,10 +166,11 @@ def test_few_windows_for_cached_prefixes_are_told():
     ],
 )
 def test_requests_that_each_card_ends_by_its_own_clock_are_told(version, cards, variables, is_told):
-    info = PLANNED | {"version": version, "tp_size": cards}
-    answers = server.Answers(info, None, model_type="deepseek_v4", variables=variables)
-    told = {f.check: f for f in server.checks(answers)}.get("request timeouts")
-    assert (told is not None) is is_told and (told is None or "#27221" in told.cost)
+    for ranks in ({"tp_size": cards}, {"tp_size": 1, "pp_size": cards}):
+        info = PLANNED | {"version": version} | ranks
+        answers = server.Answers(info, None, model_type="deepseek_v4", variables=variables)
+        told = {f.check: f for f in server.checks(answers)}.get("request timeouts")
+        assert (told is not None) is is_told and (told is None or "#27221" in told.cost)
 
 
 @pytest.mark.parametrize(
@@ -497,6 +498,11 @@ def decode(**fields):
         ({"cuda_graph_bs": [1, 2], "cuda_graph_max_bs": 8, "version": "0.5.13"}, "up to 2", "--cuda-graph-max-bs 8"),
         # each rank runs its share
         ({**decode(bs=[1, 2]), "enable_dp_attention": True, "dp_size": 4, "chunked_prefill_size": 4096}, None, None),
+        # so does each batch of a pipeline
+        (decode(max_bs=4) | {"pp_size": 2}, None, None),
+        (decode(max_bs=2) | {"pp_size": 2}, "up to 2 requests, of 4", "--cuda-graph-max-bs-decode 4"),
+        (decode(max_bs=1) | {"pp_size": 16}, None, None),
+        (decode(max_bs=4) | {"pp_size": 2, "pp_max_micro_batch_size": 8}, "of 8", "--cuda-graph-max-bs-decode 8"),
     ],
 )
 def test_graphs_for_fewer_requests_than_may_run_are_told(changes, words, flag):
@@ -530,6 +536,11 @@ def test_chunks_that_no_plan_would_make_are_told(chunk, is_told):
     assert (told is not None) is is_told and (told is None or f"{chunk} tokens" in told.found)
 
 
+def test_a_pipeline_is_named():
+    assert "TP4, PP2" in found(PLANNED | {"tp_size": 4, "pp_size": 2})["server"].found
+    assert "PP" not in found(PLANNED | {"tp_size": 4, "pp_size": 1})["server"].found
+
+
 LOAD = {"token_usage": 0.2, "num_queue_reqs": 5.0, "num_running_reqs": 8.0}
 
 
@@ -540,6 +551,11 @@ LOAD = {"token_usage": 0.2, "num_queue_reqs": 5.0, "num_running_reqs": 8.0}
         ({}, {"num_running_reqs": 7.0}, "5 requests wait while the KV cache is 20% full", "ask again"),
         ({"max_running_requests": None}, {}, "5 requests wait", "ask again"),
         ({"enable_dp_attention": True, "dp_size": 2}, {"num_running_reqs": 4.0}, "all 8", "more --max-running"),
+        # of a pipeline SGLang tells the requests of one batch
+        ({"pp_size": 2}, {"num_running_reqs": 4.0}, "all 8", "more --max-running"),
+        ({"pp_size": 2}, {"num_running_reqs": 3.0}, "5 requests wait", "ask again"),
+        ({"pp_size": 2, "pp_max_micro_batch_size": 8}, {"num_running_reqs": 7.0}, "5 requests wait", "ask again"),
+        ({"pp_size": 16}, {"num_running_reqs": 0.0}, "20% full", "ask again"),
         ({}, {"token_usage": 0.97}, "97% full", "fewer --max-running-requests"),
         ({"mem_fraction_static": 0.6}, {"token_usage": 0.97}, "0.6 leaves it little", "a larger --mem-fraction-static"),
         ({"mem_fraction_static": 0.6}, {"num_queue_reqs": 0.0}, "20% full, 0 waiting", ""),

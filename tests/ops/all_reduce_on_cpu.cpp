@@ -478,6 +478,7 @@ int main(int argc, char** argv) {
   if (ranks == 1) return run_ping(calls, host, faulty);
   if (ranks == 2) return host ? run<2, true>(calls, seed, faulty, patience, slow) : run<2, false>(calls, seed, faulty, patience, slow);
   if (ranks == 4) return host ? run<4, true>(calls, seed, faulty, patience, slow) : run<4, false>(calls, seed, faulty, patience, slow);
+  if (ranks == 8) return host ? run<8, true>(calls, seed, faulty, patience, slow) : run<8, false>(calls, seed, faulty, patience, slow);
   return 2;
 #endif
 }

@@ -37,8 +37,13 @@ def test_every_rank_has_the_sum_in_rank_order_and_what_all_sent(program, ranks, 
         assert run(program, ranks, transport, calls, seed) == (0, f"{calls} calls\n")
 
 
+@pytest.mark.parametrize(("transport", "seed", "calls"), [("peer", 0, 40), ("host", 2, 40)])
+def test_so_have_eight(program, transport, seed, calls):
+    assert run(program, 8, transport, calls, seed, patience_ms=300_000) == (0, f"{calls} calls\n")
+
+
 @pytest.mark.parametrize("transport", ["peer", "host"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_rank_that_ends_is_told_by_all_others(program, ranks, transport):
     assert run(program, ranks, transport, 20, 7, faulty=ranks - 1, patience_ms=300) == (
         0,

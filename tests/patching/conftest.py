@@ -167,8 +167,8 @@ class Scheduler:
     def _get_new_batch_prefill_raw(self, prefill_delayer_single_pass, running_batch):
         return None, running_batch
 
-    def run_event_loop(self):
-        pass
+    def _should_defer_prefill(self, running_batch): pass
+    def run_event_loop(self): pass
 """
 SCHEDULE_POLICY = """
 class PrefillAdder:

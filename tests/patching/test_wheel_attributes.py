@@ -391,10 +391,9 @@ OBJECTS = {
     },
     "preempted_requests": {"adder": ((ADDER,),), "self.running_batch": ((SCHEDULE_BATCH,),)},
     "mixed_chunks": dict.fromkeys(("running", "running_batch"), ((SCHEDULE_BATCH,),)),
-    "waiting_prompts": {
-        **{"running_batch": ((SCHEDULE_BATCH,),), "head": ((REQUEST,),)},
-        **{"scheduler": ((SCHEDULER,),), "scheduler.pp_group": ((GROUP,),)},
-    },
+    "prompts_alone": {"batch": ((SCHEDULE_BATCH,),)},
+    "waiting_prompts": {"running_batch": ((SCHEDULE_BATCH,),), "head": ((REQUEST,),)}
+    | {"scheduler": ((SCHEDULER,),), "scheduler.pp_group": ((GROUP,),)},
     "short_prompts": {
         **{"adder": ((ADDER,),), "scheduler": ((SCHEDULER,),), "scheduler.pp_group": ((GROUP,),)},
         **{"running_batch": ((SCHEDULE_BATCH,),), "request": ((REQUEST,),), "request.sampling_params": SAMPLING_PARAMS},

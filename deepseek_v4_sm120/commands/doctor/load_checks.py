@@ -106,11 +106,11 @@ def _full(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
 
 def _slots(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
     """Requests that wait for a slot while the KV cache has room."""
-    waiting, slots = m.get("num_queue_reqs", 0), a.get("max_running_requests")
+    waiting, running = m.get("num_queue_reqs", 0), a.most_running
     if waiting > 0 and m["token_usage"] < HALF_POOL:
         found = f"{waiting:.0f} requests wait while the KV cache is {m['token_usage']:.0%} full"
-        if slots is not None and m.get("num_running_reqs", 0) >= slots // a.attention_ranks:
-            found += f": all {slots} request slots are taken"
+        if running is not None and m.get("num_running_reqs", 0) >= running:
+            found += f": all {a.get('max_running_requests')} request slots are taken"
             cost, fix = "they wait for a slot", "more --max-running-requests: `plan --concurrency` says what they cost"
         else:
             cost, fix = "they wait: for prompts in front of them, or for sliding windows", "ask again under steady load"

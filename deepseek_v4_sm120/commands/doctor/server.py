@@ -68,6 +68,7 @@ FIELDS = {
     "disable_custom_all_reduce": (SWITCH, True),
     "disable_overlap_schedule": (SWITCH, False),
     "pp_size": (WHOLE, False),
+    "pp_max_micro_batch_size": (WHOLE, False),
     "nnodes": (WHOLE, False),
     "cpu_offload_gb": (SHARE, False),
     "offload_group_size": (WHOLE, False),
@@ -123,6 +124,17 @@ class Answers:
         """How many data-parallel ranks the attention has."""
         told = self.get("attn_dp_size") or (self.get("dp_size") if self.get("enable_dp_attention") else 1)
         return told or 1
+
+    @property
+    def stages(self) -> int:
+        """Of a pipeline; each has layers of its own, and a batch in its turn."""
+        return self.get("pp_size") or 1
+
+    @property
+    def most_running(self) -> int | None:
+        """Requests of one step at most, as SGLang divides --max-running-requests."""
+        slots, told = self.get("max_running_requests"), self.get("pp_max_micro_batch_size")
+        return None if slots is None else told or max(1, slots // self.attention_ranks // self.stages)
 
     @property
     def is_shadowed(self) -> bool:
@@ -228,6 +240,7 @@ def read_metrics(text: str) -> dict[str, float]:
 def checks(answers: Answers) -> Iterator[Finding]:
     """Every argument that is known to be slow or dangerous on SM120, then what the metrics say."""
     name = f"SGLang {answers.get('version')}, {answers.get('model_path')}, TP{answers.get('tp_size')}"
+    name += f", PP{answers.stages}" * (answers.stages > 1)
     if answers.get("model_path") is None:
         yield not_run("server", f"{name}: it does not tell its model, so nothing is known of it")
     elif "deepseek" not in str(answers.get("model_path")).lower() and answers.get("attention_backend") != "dsv4":
@@ -256,12 +269,12 @@ def _graphs(a: Answers) -> Iterator[Finding]:
         decode.get("bs") or a.info.get("cuda_graph_bs") or [decode.get("max_bs") or a.info.get("cuda_graph_max_bs")]
     )
     numbers = [_as_kind(WHOLE, number) for number in captured] if isinstance(captured, list) else []
-    most, slots = max((number for number in numbers if (number or 0) > 0), default=None), a.get("max_running_requests")
-    if most is not None and slots is not None and most < slots // a.attention_ranks:
-        found = f"decode is captured up to {most} requests, of {slots // a.attention_ranks} that may run"
+    most, running = max((number for number in numbers if (number or 0) > 0), default=None), a.most_running
+    if most is not None and running is not None and most < running:
+        found = f"decode is captured up to {most} requests, of {running} that may run"
         cost = f"steps of more than {most} are about 2,000 launches each: several times slower without a graph"
         flag = "--cuda-graph-max-bs" + "-decode" * (a.version >= GRAPHS_BY_PHASE_SINCE)
-        yield warn("CUDA graphs", found, cost, f"{flag} {slots // a.attention_ranks}, or fewer --max-running-requests")
+        yield warn("CUDA graphs", found, cost, f"{flag} {running}, or fewer --max-running-requests")
 
 
 def _overlap(a: Answers) -> Iterator[Finding]:
@@ -399,7 +412,7 @@ def _memory(a: Answers) -> Iterator[Finding]:
 def _timeouts(a: Answers) -> Iterator[Finding]:
     given = a.variables or {}
     set_ = [f"{name}={given[name]}" for name in REQUEST_TIMEOUTS if _is_positive(given.get(name))]
-    if set_ and (a.get("tp_size") or 1) > 1 and a.version < TIMEOUTS_OF_ONE_RANK_SINCE:
+    if set_ and (a.get("tp_size") or 1) * a.stages > 1 and a.version < TIMEOUTS_OF_ONE_RANK_SINCE:
         cost = "each card ends requests by its own clock: at the limit two part, and the server hangs (sglang #27221)"
         fix = "unset, or SGLang 0.5.20 or newer (#37143 mended it)"
         yield warn("request timeouts", ", ".join(set_), cost, fix)

@@ -16,6 +16,7 @@ from deepseek_v4_sm120.commands.plan.models import Model
 
 # model.md section 19: measured step over ideal step, the better engines
 TYPICAL_OVER_IDEAL = 2.0
+HOP_S = 1.5e-6  # of a sum whose terms go by way of their owner, beside one that goes to everybody
 CONTEXT = 8192  # tokens behind which a step is told, at most
 
 # (cards, streams) -> (tokens/s of all streams, whose), without speculation, short context, Flash with FP4 experts
@@ -80,8 +81,9 @@ def all_reduce_seconds(
         return sums * known[0] * 1e-6
     size = tokens * m.hidden * 2
     ring = link.nccl_s[tp] + 2 * (tp - 1) / tp * size / link.bytes_per_s
-    one_shot = link.fast_s[tp] + (tp - 1) * size / link.bytes_per_s
-    return sums * (min(one_shot, ring) if fast else ring)
+    one_hop = link.fast_s[tp] + (tp - 1) * size / link.bytes_per_s
+    two_hops = link.fast_s[tp] + HOP_S + 2 * (tp - 1) / tp * size / link.bytes_per_s
+    return sums * (min(one_hop, two_hops, ring) if fast else ring)
 
 
 def step_seconds(

@@ -27,6 +27,7 @@ _fenced, OF_SELF = targets_of_fix("fenced_copies"), Parameters(("self",))
 _stored, _short = targets_of_fix("stored_pages"), targets_of_fix("short_prompts")
 OF_NEXT_PROMPTS = Parameters(("self", "prefill_delayer_single_pass", "running_batch"))
 _first_stops, ACCEPTED = targets_of_fix("first_stops"), Parameters(("self", "new_accepted_len=1"))
+_alone = targets_of_fix("prompts_alone")
 _mixed, BATCH = targets_of_fix("mixed_chunks"), "sglang.srt.managers.schedule_batch:ScheduleBatch"
 
 LONGEST_PROMPT = Patch(
@@ -214,6 +215,21 @@ WAITING_PROMPTS = Patch(
     ),
     retire="when SGLang remembers that there was no room",
     absent="up to 0.5.16 nobody has looked",
+)
+
+PROMPTS_ALONE = Patch(
+    name="prompts_alone",
+    why="with --prefill-decode-interval, ours by default, a prompt's chunks are so many turns apart whether or not "
+    "anybody decodes: nothing of the next one is planned or launched while a chunk runs, and with --pp-size one stage "
+    "works at a time, so that long prompts take as many times as long as there are stages",
+    targets=(
+        _alone(f"{SCHEDULER}._should_defer_prefill", "should_defer", OF_SELF, ">=0.5.19,<0.5.23"),
+        _alone(
+            f"{SCHEDULER}._should_defer_prefill", "should_defer", Parameters(("self", "running_batch")), ">=0.5.23,<0.6"
+        ),
+    ),
+    retire="when SGLang counts the turns of somebody who decodes",
+    absent="up to 0.5.18 there is no such argument",
 )
 
 FENCED_COPIES = Patch(
