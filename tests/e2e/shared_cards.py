@@ -5,6 +5,14 @@ refuses. By CUDA's multi-process service a card's processes run side by side, ea
 (four of an H200: 32), so kernels that wait for another rank's find it running. Without that service cards take turns
 of milliseconds. NCCL takes several ranks of a card from 2.30 on. A step's time there says nothing about cards of one's
 own, so nothing is timed; of the way between the cards it says that the protocols hold, not that a bus carries them.
+
+What agrees is shown; what does not needs cards of its own. Seen on H200s (driver of CUDA 13.0, NCCL 2.30.7, SGLang
+0.5.23): of three engines of four ranks on a card two answered all, one stood still after a hundred seconds of answers,
+with every rank at work on the card; eight ranks on two cards never came through their capture. With a share of the
+multiprocessors torch.bmm left outputs unwritten and launches told of memory that was free ("out of memory"), in tests
+that have neither on a whole card. And a second service on a machine is none: the engine of one stood still when the
+other's ended (once). Two calls side by side, each with cards of its own, need one service around both:
+CUDA_MPS_PIPE_DIRECTORY, set for both, says where.
 """
 
 import contextlib
