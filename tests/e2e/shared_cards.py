@@ -7,12 +7,11 @@ of milliseconds. NCCL takes several ranks of a card from 2.30 on. A step's time 
 own, so nothing is timed; of the way between the cards it says that the protocols hold, not that a bus carries them.
 
 What agrees is shown; what does not needs cards of its own. Seen on H200s (driver of CUDA 13.0, NCCL 2.30.7, SGLang
-0.5.23): of three engines of four ranks on a card two answered all, one stood still after a hundred seconds of answers,
-with every rank at work on the card; eight ranks on two cards never came through their capture. With a share of the
+0.5.23): of three engines of four ranks on a card two answered all. The third stood still with every rank at work on the
+card, twice in two tries, and both times the processes of another engine had just ended on that machine: so one call at
+a time. Eight ranks on two cards were stopped in their capture, 93 s after its begin. With a share of the
 multiprocessors torch.bmm left outputs unwritten and launches told of memory that was free ("out of memory"), in tests
-that have neither on a whole card. And a second service on a machine is none: the engine of one stood still when the
-other's ended (once). Two calls side by side, each with cards of its own, need one service around both:
-CUDA_MPS_PIPE_DIRECTORY, set for both, says where.
+that have neither on a whole card.
 """
 
 import contextlib
@@ -30,9 +29,6 @@ KEY = "ranks_a_card"  # of a stage's file, where they share
 
 
 def folders(work):
-    """Of the service: of one that is there, or of our own."""
-    if there := os.environ.get(PIPES):
-        return {PIPES: there}
     return {PIPES: str(work / "mps"), LOGS: str(work / "mps_log")}
 
 
@@ -62,7 +58,7 @@ def why_not(cases, ranks):
 def service(arguments):
     """The service of all cards, for as long as engines run; its clients are those that know its folder, so nobody
     else's processes. It must see all cards: a client's CUDA_VISIBLE_DEVICES counts those that it sees."""
-    if arguments.ranks_a_card == 1 or PIPES in os.environ:
+    if arguments.ranks_a_card == 1:
         yield
         return
     for folder in folders(arguments.work).values():

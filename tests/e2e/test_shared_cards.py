@@ -56,9 +56,7 @@ def test_the_service_ends_with_engines_that_fail(machine, control):  # noqa: F81
     assert ended.returncode == 1 and len(control.read_text().splitlines()) == 2
 
 
-def test_cards_of_their_own_have_no_service_and_one_that_is_there_is_used(machine, control, tmp_path):  # noqa: F811
-    there = {shared_cards.PIPES: str(tmp_path)}
-    assert machine("reproducible4", "--only", ENGINES[0], "--ranks-a-card", "4", **there).returncode == 0
+def test_cards_of_their_own_have_no_service(machine, control):  # noqa: F811
     assert machine("reproducible4", "--only", ENGINES[0]).returncode == 0
     assert not control.exists()
     path = machine.out / "stage_reproducible4.json"
@@ -75,7 +73,7 @@ def test_what_is_refused(machine, control):  # noqa: F811
     assert not control.exists()
 
 
-def test_what_an_engine_is_given(tmp_path, monkeypatch):
+def test_what_an_engine_is_given(tmp_path):
     """Beside the plugins that the case has anyway; each rank its share of the multiprocessors."""
     of = shared_cards.environment(SimpleNamespace(ranks_a_card=4, work=tmp_path), "/a:/b")
     assert of["PYTHONPATH"] == f"{shared_cards.PLUGIN}:/a:/b" and of["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
@@ -83,9 +81,6 @@ def test_what_an_engine_is_given(tmp_path, monkeypatch):
     of = shared_cards.environment(SimpleNamespace(ranks_a_card=8, work=tmp_path), None)
     assert of["PYTHONPATH"] == str(shared_cards.PLUGIN) and of["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12"
     assert shared_cards.environment(SimpleNamespace(ranks_a_card=1, work=tmp_path), "/a") == {}
-    monkeypatch.setenv(shared_cards.PIPES, "/there")
-    of = shared_cards.environment(SimpleNamespace(ranks_a_card=2, work=tmp_path), None)
-    assert of[shared_cards.PIPES] == "/there" and shared_cards.LOGS not in of
     run_stage = script("run_stage")
     case = next(case for case in run_stage.STAGES["experts"] if "E2E_AS_SM120" in case.environment)
     arguments = SimpleNamespace(ranks_a_card=2, work=tmp_path)
