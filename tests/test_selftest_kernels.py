@@ -215,6 +215,32 @@ def test_the_parts_of_a_boundary(wrong, small, monkeypatch):
         mhc._check_parts()
 
 
+def added(f, left):
+    """By who makes the last addition."""
+    if f.ndim == 3:
+        return ((f[0] + f[1]) + (f[2] + f[3])).bfloat16()
+    return f.add(left["routed"], alpha=left["scaling"]) if left else f
+
+
+@pytest.mark.parametrize("wrong", [None, "routed", "unmerged", "unscaled", "small card"])
+def test_a_boundary_that_adds(wrong, small, monkeypatch):
+    def adds(*, f, routed=None, scaling=1.0, **given):
+        form = "unmerged" if f.ndim == 3 else "whole" if routed is None else "routed"
+        left = {"routed": routed, "scaling": 1.0 if wrong == "unscaled" else scaling} if form == "routed" else {}
+        found = boundary(added(f, left), **given)
+        return (*found[:3], spoiled(found[3])) if form == wrong else found
+
+    monkeypatch.setattr(mhc.op, "mhc", adds)
+    monkeypatch.setattr(mhc.op, "takes_own_terms", lambda like: wrong != "small card")
+    if wrong is None:
+        assert "bit by bit" in mhc._check_additions()
+        return
+    with pytest.raises(NotRun if wrong == "small card" else Failure) as raised:
+        mhc._check_additions()
+    words = {"unscaled": "streams of a boundary that adds what is routed", "small card": "too few multiprocessors"}
+    assert words.get(wrong, f"y of a boundary that adds what is {wrong}") in str(raised.value)
+
+
 @pytest.mark.parametrize("wrong", [None, "bits", "fault", "small card"])
 def test_a_boundary_with_a_sum(wrong, small, monkeypatch):
     told = "rank 1 waited in vain" if wrong == "fault" else None
@@ -228,11 +254,6 @@ def test_a_boundary_with_a_sum(wrong, small, monkeypatch):
     def summed(group, terms, streams, *, call):
         terms_of["now"] = [added(*term) for term in terms]
         return [call(term, one) for term, one in zip(terms, group, strict=True)]
-
-    def added(f, left):
-        if f.ndim == 3:
-            return ((f[0] + f[1]) + (f[2] + f[3])).bfloat16()
-        return f.add(left["routed"], alpha=left["scaling"]) if left else f
 
     def with_sum(*, f, sum_over=None, routed=None, scaling=1.0, **given):
         forms.append((f.ndim, routed is not None))

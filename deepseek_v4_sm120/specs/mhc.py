@@ -138,6 +138,7 @@ def make_terms(inputs: Inputs, ranks: int, seed: int = 0) -> list[torch.Tensor]:
     return [(torch.randn(shape, generator=generator, device=device) * scale).bfloat16() for _ in range(ranks)]
 
 
+OUTPUTS = ("streams", "post", "comb", "y")  # of a boundary
 FORMS = ("routed", "unmerged")  # of terms whose last addition is left to the boundary
 
 
@@ -163,6 +164,7 @@ def checks(quick: bool) -> Iterator[Check]:
         yield Check("mhc", f"{rows} rows", functools.partial(_check_rows, rows), ON_GPU)
     yield Check("mhc", "a row alone and among others", _check_invariance, ON_GPU)
     yield Check("mhc", "post, pre and head", _check_parts, ON_GPU)
+    yield Check("mhc", "a last addition that the boundary makes", _check_additions, ON_GPU)
     for transport in TRANSPORTS:
         run = functools.partial(_check_sum, transport)
         yield Check("mhc", f"with a sum of two ranks on one card, {transport} memory", run, ON_GPU)
@@ -194,6 +196,20 @@ def _check_invariance() -> str:
     return f"equal, bit by bit, among {rows}"
 
 
+def _check_additions() -> str:
+    """Of one card: f's parts, and the routed experts', added where they are read, against a boundary of what torch
+    adds."""
+    inputs = make_inputs(Shape(4))
+    if not op.takes_own_terms(inputs.f):
+        raise NotRun("too few multiprocessors for the blocks of a boundary that adds")
+    for form in FORMS:
+        [(f, further)], [added] = leave_additions(form, [inputs.f])
+        expected = op.mhc(**inputs.boundary() | {"f": added})
+        for name, one, other in zip(OUTPUTS, op.mhc(**inputs.boundary() | {"f": f}, **further), expected, strict=True):
+            same(one, other, f"{name} of a boundary that adds what is {form}")
+    return "equal, bit by bit, to a boundary behind the addition"
+
+
 def _check_parts() -> str:
     """Post and pre by themselves against a boundary, all bits; the head against float64."""
     for rows in (8, 200):
@@ -201,7 +217,7 @@ def _check_parts() -> str:
         streams, post, comb, y = op.mhc(**inputs.boundary())
         same(op.mhc_post(**inputs.post_only()), streams, f"{rows} rows: streams of a post and of a boundary")
         parts = op.mhc_pre(**{**inputs.pre(), "streams": streams})
-        for name, one, other in zip(("post", "comb", "y"), parts, (post, comb, y), strict=True):
+        for name, one, other in zip(OUTPUTS[1:], parts, (post, comb, y), strict=True):
             same(one, other, f"{rows} rows: {name} of a pre and of a boundary")
         head = {**inputs.head(), "norm_weight": inputs.norm_weight}
         of_last = {name: getattr(inputs, name) for name in ("f", "post", "comb")}
