@@ -113,8 +113,15 @@ DEFAULT_THINKING = Patch(
     name="default_thinking",
     why="with SGLANG_DEFAULT_THINKING=1 prompts open the thoughts, and what reads the answers does not know of it: up "
     "to 0.5.22 thoughts arrive as text, and in all releases response_format and a required tool call hold the thoughts "
-    "to their grammar, so that the answer stays empty",
+    "to their grammar, so that the answer stays empty; so do thoughts that a reasoning effort asks for over "
+    "/v1/responses in 0.5.16",
     targets=(
+        targets_of_fix("default_thinking")(
+            f"{RESPONSES}._is_thinking_enabled_for_request",
+            "responses_thinking",
+            Parameters(("self", "request")),
+            ">=0.5.14,<0.5.17",
+        ),
         targets_of_fix("default_thinking")(
             f"{CHAT}._get_reasoning_from_request", "reasoning_of_request", Parameters(("self", "request"))
         ),
