@@ -53,6 +53,7 @@ OURS = {
     **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
     **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
+    **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {
         *("_running", "_trials", "batch.forward_mode", "cut", "made"),

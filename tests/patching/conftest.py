@@ -244,6 +244,8 @@ class ReasoningParser:
         return "", chunk_text
 """
 CHAT = """
+class Draft202012Validator: pass
+
 class OpenAIServingChat:
     def _check_for_unstreamed_tool_args(self, parser, content, request, index):
         return None

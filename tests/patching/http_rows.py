@@ -12,6 +12,7 @@ EVERYWHERE = {
     "response_errors": http.RESPONSES,
     "empty_stops": http.SAMPLING,
     "unseen_pictures": http.CHAT,
+    "known_schemas": http.VALIDATOR,
 }
 LAST_OF_TURNS = {False: http.MESSAGES, True: http.RECIPE}  # since recipe
 BETWEEN = {  # where, from a release on, before another

@@ -247,8 +247,11 @@ OBJECTS = {
         ),
         "key": ((f"{SRT}.model_executor.runner.shape_key:ShapeKey",),),
     },
-    "scope": {"serving": ((CHAT,),)},
+    **{"scope": {"serving": ((CHAT,),)}, "prompts_aside": {"chat": ((CHAT,),)}},
+    "cut_characters": {"told": OF_RECIPE["Output"]},
     "default_thinking": {
+        "replace_responses_thinking:request": ((f"{OPENAI}.protocol:ResponsesRequest",),),
+        "importlib.import_module(PROTOCOL)": ((f"{OPENAI}.protocol",),),
         **{"request": CHAT_REQUEST, "importlib.import_module(ENVIRON)": ((f"{SRT}.environ",),)},
         "importlib.import_module(ENVIRON).envs": ((f"{SRT}.environ:Envs",),),
     },
@@ -264,16 +267,14 @@ OBJECTS = {
         "made": ((f"{ANTHROPIC}:AnthropicMessagesResponse",),),
     },
     "thought_counts": {"recv_obj": ((f"{SRT}.managers.io_struct:BatchStrOutput",),)},
-    "unknown_tokens": {
-        "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
-        "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
-    },
-    "fatal_requests": {
-        "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
-        "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
-    },
+    **dict.fromkeys(
+        ("unknown_tokens", "fatal_requests"),
+        {
+            "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
+            "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
+        },
+    ),
     **dict.fromkeys(("echoed_items", "tool_namespaces"), {"request": ((f"{OPENAI}.protocol:ResponsesRequest",),)}),
-    "prompts_aside": {"chat": ((CHAT,),)},
     "sample_seeds": {
         "tokenized_obj": ((f"{SRT}.managers.io_struct:TokenizedGenerateReqInput",),),
         **dict.fromkeys(("shared", "tokenized_obj.sampling_params"), SAMPLING_PARAMS),
@@ -465,7 +466,6 @@ OBJECTS = {
         "parser_dict.get(index)": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
     },
     "think_marks": dict.fromkeys(("detector", "self.detector"), ((READS_THOUGHTS,),)),
-    "cut_characters": {"told": OF_RECIPE["Output"]},
     "wo_a": {
         "attention": ((ATTENTION,),),
         "FORWARD.layer": ((ATTENTION,),),

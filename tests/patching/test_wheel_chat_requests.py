@@ -19,7 +19,7 @@ from deepseek_v4_sm120.sglang_patches.fixes import (
     thought_history,
     unchosen_tools,
 )
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, RECIPE
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, RECIPE, RESPONSES
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import RELEASES, content, every_release, fetch, members, since
 
@@ -147,6 +147,50 @@ def test_the_answers_reader_knows_whether_the_prompt_thinks(version, thinks_by_d
             if stock._get_reasoning_from_request(request) is not thinks:
                 differ.append((by_default, kwargs))
     assert differ == [(True, None), (True, {}), (True, {"enable_thinking": False})]
+
+
+def responses(version, monkeypatch, *, ours, parser="deepseek-v4", spec="dsv4"):
+    """The release's own handler of /v1/responses, as far as it decides whether an answer begins with thoughts, and the
+    chat request that it makes of an effort."""
+    kind = RESPONSES.partition(":")[2]
+    function = take(fetch(version), {}, f"{kind}._is_thinking_enabled_for_request", RESPONSES.partition(":")[0])
+    names = {"model_validator": lambda **_: lambda function: function, "isinstance": isinstance}
+    read = take(fetch(version), names, "ChatCompletionRequest.normalize_reasoning_inputs", default_thinking.PROTOCOL)
+
+    def made(**given):
+        return Record(**{"chat_template_kwargs": None, "task": None, **read.__func__(None, given)})
+
+    monkeypatch.setitem(sys.modules, default_thinking.PROTOCOL, SimpleNamespace(ChatCompletionRequest=made))
+    function = default_thinking.replace_responses_thinking(function) if ours else function
+    handler = SimpleNamespace(reasoning_parser=parser, chat_encoding_spec=spec)
+    handler.template_manager = SimpleNamespace(force_reasoning=False, reasoning_config=None)
+    handler._reasoning_detector = SimpleNamespace(reasoning_default="explicit_thinking")
+
+    def of(effort):
+        reasoning = None if effort == "not said" else SimpleNamespace(effort=effort)
+        return function(handler, SimpleNamespace(reasoning=reasoning)), made(reasoning_effort=effort)
+
+    return of
+
+
+@pytest.mark.parametrize("version", ("0.5.14", "0.5.15", "0.5.15.post1", "0.5.16"))
+def test_the_reader_of_responses_knows_whether_the_prompt_thinks(version, thinks_by_default, monkeypatch):
+    chat, differ = serving(version, ours=True), []
+    stock, ours = (responses(version, monkeypatch, ours=ours) for ours in (False, True))
+    for by_default in (False, True):
+        thinks_by_default.value = by_default
+        for effort in (None, "none", "low", "high"):
+            told, request = ours(effort)
+            thinks = opens_thoughts(version, chat, asked(request.chat_template_kwargs, reasoning_effort=effort))
+            assert told is thinks
+            differ += [(by_default, effort)] if stock(effort)[0] is not thinks else []
+        assert ours("not said")[0] is by_default
+    by_effort = [(False, "low"), (False, "high")] if version == "0.5.16" else []
+    assert differ == [*by_effort, (True, None), (True, "low"), (True, "high")]
+    for given in ({"parser": None}, {"spec": "dsv32"}):
+        assert responses(version, monkeypatch, ours=True, **given)("high")[0] is False
+    monkeypatch.setattr(models_served, "has_served_card", lambda: False)
+    assert responses(version, monkeypatch, ours=True)("high")[0] is False
 
 
 @pytest.mark.parametrize("version", ("0.5.17", "0.5.23"))

@@ -163,6 +163,16 @@ def test_a_call_that_is_cut_off_is_not_told_as_a_whole_one(read, version):
         json.loads(sent)
 
 
+@pytest.mark.parametrize("version", [r for r in BEFORE_WHOLE_CALLS if not since(r, CALLS_ENDED_SINCE)], scope="module")
+def test_a_call_without_arguments_is_told_without_quotes_behind_them(read, version):
+    """And no other call's end is: what it told of these was nothing."""
+    stock, ours = read(version)["ends"]
+    assert stock[0] == ["{}", '""'] and stock[1][1] == ""
+    assert read(version)["end elsewhere"] == '""'
+    assert [at_the_end for _, at_the_end in ours] == ["", "", ""]
+    assert [sent for sent, _ in ours] == [sent for sent, _ in stock]
+
+
 told_in_pieces = pytest.mark.parametrize("version", BEFORE_WHOLE_CALLS, scope="module")
 
 

@@ -121,10 +121,13 @@ def marked(is_told: bool) -> dict:
     return found
 
 
-def cut_off(tools, replace, reason: str) -> list[str]:
+CUT_OFF = written("tool_calls", {"command": "rm -rf /srv/a/b"}).partition("/a/b")[0]
+BARE = f'{IN_FRONT}\n\n<{MARK}tool_calls>\n<{MARK}invoke name="run">\n</{MARK}invoke>\n</{MARK}tool_calls>'
+
+
+def cut_off(tools, replace, reason: str, answer: str = CUT_OFF) -> list[str]:
     """[the arguments of a call that ends within its string, what is told of them at the stream's end]"""
     detector = importlib.import_module(f"{HOME}.deepseekv4_detector").DeepSeekV4Detector()
-    answer = written("tool_calls", {"command": "rm -rf /srv/a/b"}).partition("/a/b")[0]
     told = [call for piece in pieces(answer, 1) for call in detector.parse_streaming_increment(piece, tools).calls]
     sent = []
 
@@ -247,6 +250,7 @@ def main(version: str) -> dict:
     found["marks elsewhere"] = {str(is_told): marked(is_told) for is_told in (False, True)}
     if is_partial:
         found["cut"] = cut_off(tools, lambda original: original, "length")
+        found["end elsewhere"] = cut_off(tools, tool_strings.replace_check_quoted, "stop", BARE)[1]
         long_calls.EACH = EACH
         found["long elsewhere"] = streamed(tools, long_calls.replace_process, "cut off", 2)
     found |= {"stock": all_ways(v4, "tool_calls"), "v3.2": all_ways(v32, "function_calls")}
@@ -259,6 +263,9 @@ def main(version: str) -> dict:
         ways_to_end = ("length", "stop")
         found["long, stock"] = all_streamed(tools, lambda original: original)
         found |= {"long": all_streamed(tools, long_calls.replace_process), "prefixes": prefixes()}
+        checks = (lambda original: original, tool_strings.replace_check_quoted)
+        ends = ((BARE, "stop"), (CUT_OFF, "length"), (BARE.partition("</")[0], "length"))
+        found["ends"] = [[cut_off(tools, check, reason, answer) for answer, reason in ends] for check in checks]
         found["cut, ours"] = [cut_off(tools, tool_strings.replace_check_unstreamed, reason) for reason in ways_to_end]
     found |= {"thoughts": {str(is_told): thoughts(is_told) for is_told in (False, True)}}
     return found | {"ours": all_ways(v4, "tool_calls"), "v3.2 beside ours": all_ways(v32, "function_calls")}

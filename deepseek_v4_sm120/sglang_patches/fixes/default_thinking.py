@@ -6,7 +6,10 @@ alone: there are none. So up to 0.5.22 the thoughts arrive as text, `</think>` a
 (`response_format`, `tool_choice` required or named, strict tools) holds from the first thought on: the JSON is written
 in the thoughts' place, and the text is empty.
 
-Here that place answers as the prompt was made. A request with a `task` has no thoughts in front. This runs in the
+Over /v1/responses up to 0.5.16 a third place decides, by the parser alone. In 0.5.16 a reasoning effort, which Codex
+asks for, opens the thoughts, too: there they are the text of each of its answers, and of the next prompt.
+
+Here these places answer as the prompt was made. A request with a `task` has no thoughts in front. This runs in the
 process that answers over HTTP, where no GPU is asked.
 """
 
@@ -18,7 +21,7 @@ from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
-ENVIRON = "sglang.srt.environ"
+ENVIRON, PROTOCOL = "sglang.srt.environ", "sglang.srt.entrypoints.openai.protocol"
 
 
 def replace_reasoning_of_request(original: Callable) -> Callable:
@@ -37,6 +40,24 @@ def replace_reasoning_of_request(original: Callable) -> Callable:
         return asks_for_thoughts(request)
 
     return _get_reasoning_from_request
+
+
+def replace_responses_thinking(original: Callable) -> Callable:
+    """For OpenAIServingResponses._is_thinking_enabled_for_request(self, request) -> the same. The prompt is that of a
+    chat request with its effort, which knows what the effort turns on."""
+
+    @functools.wraps(original)
+    def _is_thinking_enabled_for_request(self, request):
+        told = original(self, request)
+        if told or not self.reasoning_parser or not answers_for_ours(self):
+            return told
+        reasoning = request.reasoning
+        effort = reasoning.effort if reasoning else None
+        chat_request = importlib.import_module(PROTOCOL).ChatCompletionRequest
+        messages = [{"role": "user", "content": ""}]
+        return asks_for_thoughts(chat_request(model="", messages=messages, reasoning_effort=effort))
+
+    return _is_thinking_enabled_for_request
 
 
 def asks_for_thoughts(request) -> bool:

@@ -12,6 +12,9 @@ From 0.5.16 to 0.5.20 a stream that ends within a call, by `max_tokens` for one,
 far is closed, and half of a file is written, or a shorter command run. Here such arguments stay without their end, and
 are no JSON, as with OpenAI's API and 0.5.23.
 
+Up to 0.5.15 what is left of a stream's last call is looked for in its arguments as a string of JSON, quotes included.
+Of `{}`, a call without arguments, it finds these quotes: the client is told `{}""`.
+
 This runs in the process that answers over HTTP, where no GPU is asked: whether the server's cards are ours is what
 models_served.py was told when SGLang resolved its arguments.
 """
@@ -77,6 +80,18 @@ def replace_check_unstreamed(original: Callable) -> Callable:
     def _check_for_unstreamed_tool_args(self, parser, content, request, index):
         is_cut = content["meta_info"]["finish_reason"]["type"] != "stop"
         if is_cut and is_ours(getattr(parser, "detector", parser)):
+            return None
+        return original(self, parser, content, request, index)
+
+    return _check_for_unstreamed_tool_args
+
+
+def replace_check_quoted(original: Callable) -> Callable:
+    """Up to 0.5.15: nothing is left, but quotes that are not the arguments'."""
+
+    @functools.wraps(original)
+    def _check_for_unstreamed_tool_args(self, parser, content, request, index):
+        if is_ours(getattr(parser, "detector", parser)):
             return None
         return original(self, parser, content, request, index)
 

@@ -1,6 +1,6 @@
 """The rows of table.py that are the processes' that answer over HTTP: prompts, answers, and clients that go away."""
 
-from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import targets_of_fix
 
@@ -32,6 +32,7 @@ OF_ENCODE = Parameters(("self", "body", "*", "effort", "task=None", "image_urls=
 OF_INPUT, OF_TRANSLATED = ("self", "request", "prev_response=None"), ("*", "tool_adapter=None")
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 SAMPLING = "sglang.srt.sampling.sampling_params:SamplingParams"
+VALIDATOR = f"{OPENAI}.serving_chat:Draft202012Validator"
 FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
@@ -46,14 +47,21 @@ TOOL_STRINGS = Patch(
     name="tool_strings",
     why="the parser of tool calls strips the strings of their arguments: indentation in front and line ends behind are "
     "lost, so that an editor does not find what it is to replace, and files end without a line end. DeepSeek's own "
-    "parser and prompt take them as is, as do vLLM and SGLang's parser of DeepSeek-V4.1 (frontend-crates #247); and a "
-    "stream that max_tokens ends within a call tells the call as a whole one",
+    "parser and prompt take them as is, as do vLLM and SGLang's parser of DeepSeek-V4.1 (frontend-crates #247); a "
+    "stream that max_tokens ends within a call tells the call as a whole one, and up to 0.5.15 one whose last call has "
+    "no arguments tells these as no JSON",
     targets=(
         _tool_strings(
             f"{CHAT}._check_for_unstreamed_tool_args",
             "check_unstreamed",
             Parameters(("self", "parser", "content", "request", "index")),
             ">=0.5.16,<0.5.21",
+        ),
+        _tool_strings(
+            f"{CHAT}._check_for_unstreamed_tool_args",
+            "check_quoted",
+            Parameters(("self", "parser", "content", "request", "index")),
+            "<0.5.16",
         ),
         _tool_strings(PARSE, "parse_partial_parameters", Parameters((*WHOLE, "allow_partial=False")), "<0.5.21"),
         _tool_strings(PARSE, "parse_parameters", Parameters(WHOLE), ">=0.5.21,<0.5.23"),
@@ -105,8 +113,15 @@ DEFAULT_THINKING = Patch(
     name="default_thinking",
     why="with SGLANG_DEFAULT_THINKING=1 prompts open the thoughts, and what reads the answers does not know of it: up "
     "to 0.5.22 thoughts arrive as text, and in all releases response_format and a required tool call hold the thoughts "
-    "to their grammar, so that the answer stays empty",
+    "to their grammar, so that the answer stays empty; so do thoughts that a reasoning effort asks for over "
+    "/v1/responses in 0.5.16",
     targets=(
+        targets_of_fix("default_thinking")(
+            f"{RESPONSES}._is_thinking_enabled_for_request",
+            "responses_thinking",
+            Parameters(("self", "request")),
+            ">=0.5.14,<0.5.17",
+        ),
         targets_of_fix("default_thinking")(
             f"{CHAT}._get_reasoning_from_request", "reasoning_of_request", Parameters(("self", "request"))
         ),
@@ -568,4 +583,12 @@ PROMPTS_ASIDE = Patch(
     ),
     absent="up to 0.5.21 the chat API's stop them, too",
     retire="when SGLang makes these in a thread",
+)
+
+KNOWN_SCHEMAS = Patch(
+    name="known_schemas",
+    why="the schema of each tool is judged anew with each request that brings it, in the loop that answers over HTTP: "
+    "with an agent's hundred tools all streams stand still for a second at each of its turns",
+    targets=(targets_of_fix("known_schemas")(VALIDATOR, "validator", Bound()),),
+    retire="when SGLang judges a schema once, or not in that loop",
 )
