@@ -80,6 +80,21 @@ def test_rows_do_not_depend_on_where_a_pass_begins():
         assert torch.allclose(model.attention(config, layer, x[:202], ratio, first=201), part[:1], atol=1e-9)
 
 
+@pytest.mark.parametrize("ratio, number", [(0, 0), (4, 1), (128, 2)])
+def test_rules_that_share_what_they_have_alike_have_their_own_numbers(ratio, number):
+    """Asked one after the other of the same rows, as if each was asked alone."""
+    config, weights = model.Config.of(theirs.CONFIG), model.Weights(theirs.checkpoint(), f"layers.{number}.attn.")
+    x = theirs.made("inputs", theirs.TOKENS, theirs.CONFIG["hidden_size"], deviation=1.0)
+    at = torch.tensor([3, 150, 200, len(x) - 1])
+    projected = {rounds: model.Projected.of(config, weights, x[at].double(), ratio, rounds) for rounds in (False, True)}
+    asked = model.Asked(config, weights, x, ratio, at, projected)
+    every = [Rules(), *(Rules(**{rule: value}) for rule, value in FAULTS.items()), Rules(window=140), Rules(position=2)]
+    every += [Rules(entries_early=1), Rules(position=1, index=Rules()), Rules(index=Rules(position=1)), Rules()]
+    for rules in every:
+        made = model.answered(config, weights, model.attended(weights, asked.read(rules)), rules.rounds)
+        assert torch.allclose(made, model.attention(config, weights, x, ratio, at=at, rules=rules), atol=1e-9), rules
+
+
 def test_tensors_are_dequantised_by_their_scales():
     e4m3 = torch.full((128, 128), 2.0).to(torch.float8_e4m3fn)
     scale = torch.full((1, 1), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)

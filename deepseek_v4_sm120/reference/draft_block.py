@@ -13,13 +13,14 @@ Angles are those of layers without entries. Source: SGLang's models/deepseek_v4_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from deepseek_v4_sm120.reference import model
-from deepseek_v4_sm120.reference.model import Rules, Weights
+from deepseek_v4_sm120.reference.model import Projected, Read, Rules, Weights
 
 VOCABULARY = 8192  # of the head's rows at a time
 
@@ -51,25 +52,56 @@ class Draft:
         return cls(len(layers), tuple(layers), raw.get("dspark_num_experts_per_tok") or raw["num_experts_per_tok"])
 
 
-def context_of(config, weights: Weights, hidden: torch.Tensor, rules: Rules, block: BlockRules) -> torch.Tensor:
+def context_of(config, weights: Weights, hidden: torch.Tensor, rounds: bool, normed: bool) -> torch.Tensor:
     """[n, hidden] of `hidden` [n, layers * hidden], the target's; weights: the first stage's."""
-    made = model.given(hidden.double(), rules) @ weights("main_proj").T
-    return model.rms_norm(made, weights("main_norm"), config.eps) if block.normed else made
+    made = model.given(hidden.double(), rounds) @ weights("main_proj").T
+    return model.rms_norm(made, weights("main_norm"), config.eps) if normed else made
 
 
-def attention(config, weights, x, context, start: int, *, of=None, rules=None, block=None, parts=None) -> torch.Tensor:
-    """[rows or `of`, hidden] of a block's inputs x [rows, hidden], the first at `start`, right behind `context`."""
-    rules, block, x = rules or Rules(), block or BlockRules(), x.double()
-    n, rows = len(context), len(x)
-    by = model.angles(config, 0, rules).to(x.device)
-    positions = torch.arange(start - n, start + rows, device=x.device)
-    of = torch.arange(rows, device=x.device) if of is None else of
-    at = positions[n + of] + rules.position
-    _, queries = model.queries_of(config, weights, x[of], by * at[:, None], rules)
-    keys = model.keys_of(config, weights, torch.cat([context, x]), by * positions[:, None], rules)
-    seen = seen_by(n, rows, rules, block, x.device)[of]
-    pages = positions // model.PAGE
-    return model.answered(config, weights, queries, keys, seen, -by * at[:, None], rules, parts, pages)
+class Asked:
+    """A block's rows `of` its inputs x [rows, hidden], the first at `start`, right behind what is known of `hidden`, as
+    model.Asked: whatever rules they are asked by, what those have alike is made once. first: the first stage's weights;
+    projected: of these rows."""
+
+    def __init__(self, config, weights: Weights, first: Weights, x, hidden, start: int, of, projected: Mapping):
+        self.config, self.weights, self.first, self.hidden = config, weights, first, hidden
+        self.x, self.start, self.of, self.projected = x.double(), start, of, projected
+        for name in ("plain_keys", "keys"):
+            setattr(self, name, functools.cache(getattr(self, name)))
+
+    def plain_keys(self, rounds: bool, normed: bool) -> torch.Tensor:
+        context = context_of(self.config, self.first, self.hidden, rounds, normed)
+        return model.plain_keys_of(self.config, self.weights, torch.cat([context, self.x]), rounds)
+
+    def keys(self, rounds: bool, normed: bool, yarn: bool, yarn_without_entries: bool) -> torch.Tensor:
+        by = model.angles(self.config, 0, yarn, yarn_without_entries).to(self.x.device)
+        return model.stored_key(model.rotated(self.plain_keys(rounds, normed), by * self.positions[:, None]))
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return torch.arange(self.start - len(self.hidden), self.start + len(self.x), device=self.x.device)
+
+    def read(self, rules: Rules | BlockRules) -> Read:
+        rules, block = (Rules(), rules) if isinstance(rules, BlockRules) else (rules, BlockRules())
+        return self.read_by(rules, block)
+
+    def read_by(self, rules: Rules, block: BlockRules) -> Read:
+        n, rows = len(self.hidden), len(self.x)
+        by = model.angles(self.config, 0, rules.yarn, rules.yarn_without_entries).to(self.x.device)
+        turn = by * (self.positions[n + self.of] + rules.position)[:, None]
+        keys = self.keys(rules.rounds, block.normed, rules.yarn, rules.yarn_without_entries)
+        seen = seen_by(n, rows, rules, block, self.x.device)[self.of]
+        queries, pages = self.projected[rules.rounds].queries, self.positions // model.PAGE
+        return model.read_of(self.config, queries, keys, seen, pages, turn, rules)
+
+
+def attention(config, weights, first, x, hidden, start: int, *, rules=None, block=None) -> torch.Tensor:
+    """[rows, hidden] of a block's inputs x [rows, hidden]; hidden and first as `Asked` has them."""
+    rules, x = rules or Rules(), x.double()
+    of, rounds = torch.arange(len(x), device=x.device), rules.rounds
+    projected = {rounds: Projected.of(config, weights, x, 0, rounds)}
+    read = Asked(config, weights, first, x, hidden, start, of, projected).read_by(rules, block or BlockRules())
+    return model.answered(config, weights, model.attended(weights, read), rounds)
 
 
 def seen_by(n: int, rows: int, rules: Rules, block: BlockRules, device) -> torch.Tensor:

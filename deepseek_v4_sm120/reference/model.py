@@ -39,6 +39,7 @@ E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 ROWS = 64  # queries at a time
 FAR = 1 << 40
+REACH = 129  # positions of the widest window that is asked for, as a rule
 PAGE = 256  # positions whose keys and entries an engine keeps together
 
 
@@ -146,7 +147,7 @@ class Weights:
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Of all a request's tokens: whoever asks again with more of them may keep it."""
-        return x @ self(name).T
+        return x.double() @ self(name).T
 
 
 def coarse(x: torch.Tensor, group: int = 128) -> torch.Tensor:
@@ -156,9 +157,9 @@ def coarse(x: torch.Tensor, group: int = 128) -> torch.Tensor:
     return ((parts / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(-2)
 
 
-def given(x: torch.Tensor, rules: Rules) -> torch.Tensor:
+def given(x: torch.Tensor, rounds: bool) -> torch.Tensor:
     """What a quantised product is given of x."""
-    return coarse(mhc.bf16(x)) if rules.rounds else x
+    return coarse(mhc.bf16(x)) if rounds else x
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -166,12 +167,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return unit if weight is None else unit * weight
 
 
-def angles(config: Config, ratio: int, rules: Rules) -> torch.Tensor:
+def angles(config: Config, ratio: int, yarn: bool = True, yarn_without_entries: bool = False) -> torch.Tensor:
     """[32] float64: radians a position of each rotated pair, of a layer with that ratio."""
-    theta = config.compress_theta if ratio or rules.yarn_without_entries else config.theta
+    theta = config.compress_theta if ratio or yarn_without_entries else config.theta
     pair = torch.arange(ROTATED // 2, dtype=torch.float64)
     plain = theta ** (-2 * pair / ROTATED)
-    if not rules.yarn or not (ratio or rules.yarn_without_entries):
+    if not yarn or not (ratio or yarn_without_entries):
         return plain
 
     def pair_of(rotations: float) -> float:
@@ -203,143 +204,205 @@ def stored_index(rows: torch.Tensor) -> torch.Tensor:
     return (rows / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
-def entries(weights: Weights, x: torch.Tensor, ratio: int, by: torch.Tensor, eps: float, rules: Rules) -> torch.Tensor:
+def entries(weights: Weights, x: torch.Tensor, ratio: int, by: torch.Tensor, eps: float, ape: bool, overlap: bool):
     """[tokens // ratio, 512 or 128]: of the tokens' inputs x, with the layer's angles; not yet as they are stored."""
     groups = x.shape[0] // ratio
     tokens = torch.cat([weights.product("wkv", x), weights.product("wgate", x)], dim=1)[: groups * ratio]
-    own, ape = tokens.view(groups, ratio, -1), weights("ape") * rules.ape
+    own, added = tokens.view(groups, ratio, -1), weights("ape") * ape
     before = None
     overlaps = torch.zeros(groups, dtype=torch.bool, device=x.device)
     if ratio == 4:
-        before, overlaps = own.roll(1, dims=0), (torch.arange(groups, device=x.device) > 0) & rules.overlap
-        ape = torch.cat(ape.chunk(2, dim=1))  # of the group before, then of its own
-    pooled = compressor.pool(own, before, overlaps, ape)
+        before, overlaps = own.roll(1, dims=0), (torch.arange(groups, device=x.device) > 0) & overlap
+        added = torch.cat(added.chunk(2, dim=1))  # of the group before, then of its own
+    pooled = compressor.pool(own, before, overlaps, added)
     turn = by * (torch.arange(groups, device=x.device) * ratio)[:, None]
     return compressor.finish(pooled, weights("norm"), eps, torch.polar(torch.ones_like(turn), turn))
 
 
-def chosen(config, weights, latent, x, at, by, rules) -> torch.Tensor:
-    """bool [rows, entries]: those of 4 tokens that the index ranks highest among the complete ones."""
-    rows, positions = x[at], at + rules.position
-    keys = stored_index(entries(weights.under("compressor."), x, 4, by, config.eps, rules))
-    queries = (given(latent, rules) @ weights("wq_b").T).view(len(rows), config.index_heads, INDEX_DIM)
-    queries = rotated(queries, by * positions[:, None]) @ compressor.hadamard(INDEX_DIM, x.device)
-    head_weights = rows @ weights("weights_proj").T * (INDEX_DIM * config.index_heads) ** -0.5
-    scores = torch.relu(stored_index(queries) @ keys.T)  # [rows, heads, entries]
-    logits = torch.einsum("rhe,rh->re", scores, head_weights).masked_fill(~complete(at, len(keys), 4, rules), -math.inf)
-    most = len(keys) if math.isinf(rules.index_share) else round(config.index_topk * rules.index_share)
-    best = logits.topk(min(most, len(keys)), dim=1).indices
-    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, True) & (logits > -math.inf)
-
-
-def complete(at: torch.Tensor, count, ratio, rules) -> torch.Tensor:
+def complete(at: torch.Tensor, count: int, ratio: int, early: int) -> torch.Tensor:
     """bool [rows, count]: the entries that end at or before the token of each row."""
-    seen = (at + 1) // ratio + rules.entries_early
+    seen = (at + 1) // ratio + early
     return torch.arange(count, device=at.device) < seen[:, None]
 
 
-def visible(at: torch.Tensor, tokens: int, rules: Rules) -> torch.Tensor:
-    """bool [rows, tokens]: the window of each."""
-    row, token = at[:, None], torch.arange(tokens, device=at.device)
+def visible(at: torch.Tensor, token: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """bool [rows, tokens]: those of `token`, positions, that are in the window of each."""
+    row = at[:, None]
     newest = row if rules.sees_itself else row - 1
     return (token <= newest) & (token > newest - rules.window) & (token < rules.sees_before)
 
 
-def attention(
-    config: Config,
-    weights: Weights,
-    x: torch.Tensor,
-    ratio: int,
-    *,
-    first=0,
-    at=None,
-    rules=None,
-    parts: Callable | None = None,
-) -> torch.Tensor:
-    """[rows, hidden] float64, of the rows at the positions `at`, or from `first` on, where x [tokens, hidden] are a
-    request's inputs. parts is told of what each head, and each page of keys and entries, makes it differ."""
-    rules, x, tokens = rules or Rules(), x.double(), x.shape[0]
-    at = torch.arange(first, tokens, device=x.device) if at is None else at
-    by = angles(config, ratio, rules).to(x.device)
-    positions = torch.arange(tokens, device=x.device)
-    turn = by * (at + rules.position)[:, None]
-    latent, queries = queries_of(config, weights, x[at], turn, rules)
-    keys = keys_of(config, weights, x, by * positions[:, None], rules)
-    seen, pages = visible(at, tokens, rules), positions // PAGE
-    if ratio and tokens >= ratio:
-        found = entries(weights.under("compressor."), x, ratio, by, config.eps, rules)
-        seen_entries = complete(at, len(found), ratio, rules)
-        if ratio == 4:
-            of_index = rules.index or rules
-            by_index = angles(config, ratio, of_index).to(x.device)
-            seen_entries &= chosen(config, weights.under("indexer."), latent, x, at, by_index, of_index)
-        keys, seen = torch.cat([keys, stored_key(mhc.bf16(found))]), torch.cat([seen, seen_entries], dim=1)
-        pages = torch.cat([pages, torch.arange(len(found), device=x.device) * ratio // PAGE])
-    return answered(config, weights, queries, keys, seen, -turn, rules, parts, pages)
+@dataclass
+class Projected:
+    """What rows' inputs make before norm and rotation: queries [rows, heads, 512], the index's [rows, heads, 128]."""
+
+    queries: torch.Tensor
+    of_index: torch.Tensor | None
+
+    @classmethod
+    def of(cls, config: Config, weights: Weights, rows: torch.Tensor, ratio: int, rounds: bool) -> Projected:
+        latent = rms_norm(given(rows, rounds) @ weights("wq_a").T, weights("q_norm"), config.eps)
+        latent = given(latent, rounds)
+        queries = (latent @ weights("wq_b").T).view(len(rows), config.heads, HEAD_DIM)
+        of_index = latent @ weights("indexer.wq_b").T if ratio == 4 else None
+        return cls(queries, None if of_index is None else of_index.view(len(rows), config.index_heads, INDEX_DIM))
+
+    def split(self, lengths: list[int]) -> list[Projected]:
+        of_index = [None] * len(lengths) if self.of_index is None else self.of_index.split(lengths)
+        return [Projected(*pair) for pair in zip(self.queries.split(lengths), of_index, strict=True)]
 
 
-def queries_of(config, weights, rows, turn, rules):
-    """(latent, queries [rows, heads, 512])."""
-    latent = rms_norm(given(rows, rules) @ weights("wq_a").T, weights("q_norm"), config.eps)
-    queries = (given(latent, rules) @ weights("wq_b").T).view(len(rows), config.heads, HEAD_DIM)
+@dataclass
+class Read:
+    """What one softmax of attention is made of: keys of tokens, then entries; back: by which angles its sum is turned
+    back, if it is; pages: in which each key is kept."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    seen: torch.Tensor
+    pages: torch.Tensor
+    back: torch.Tensor | None
+    rounds: bool
+    sinks: bool
+
+
+class Asked:
+    """A request's rows at the positions `at`, where x [tokens, hidden] are its inputs: whatever Rules they are asked
+    by, what those have alike is made once. projected: of these rows, {rounds: Projected}."""
+
+    def __init__(self, config: Config, weights: Weights, x: torch.Tensor, ratio: int, at, projected: Mapping):
+        self.config, self.weights, self.ratio = config, weights, ratio
+        self.x, self.at, self.projected = x, at, projected
+        for name in ("near", "plain_keys", "keys", "entries", "stored", "index_keys", "chosen"):
+            setattr(self, name, functools.cache(getattr(self, name)))  # none is told of rules that it does not ask
+
+    def by(self, yarn: bool, yarn_without_entries: bool = False) -> torch.Tensor:
+        return angles(self.config, self.ratio, yarn, yarn_without_entries).to(self.x.device)
+
+    def near(self, reach: int) -> torch.Tensor:
+        """The positions that any row can have in its window: of a long prompt few."""
+        row, token = self.at[:, None], torch.arange(len(self.x), device=self.x.device)
+        return ((token <= row) & (token > row - reach)).any(dim=0).nonzero()[:, 0]
+
+    def plain_keys(self, reach: int, rounds: bool) -> torch.Tensor:
+        """Not yet rotated."""
+        return plain_keys_of(self.config, self.weights, self.x[self.near(reach)].double(), rounds)
+
+    def keys(self, reach: int, rounds: bool, yarn: bool, yarn_without_entries: bool) -> torch.Tensor:
+        turn = self.by(yarn, yarn_without_entries) * self.near(reach)[:, None]
+        return stored_key(rotated(self.plain_keys(reach, rounds), turn))
+
+    def entries(self, name: str, yarn: bool, ape: bool, overlap: bool) -> torch.Tensor:
+        weights = self.weights.under(name)
+        return entries(weights, self.x, self.ratio, self.by(yarn), self.config.eps, ape, overlap)
+
+    def stored(self, yarn: bool, ape: bool, overlap: bool) -> torch.Tensor:
+        return stored_key(mhc.bf16(self.entries("compressor.", yarn, ape, overlap)))
+
+    def index_keys(self, yarn: bool, ape: bool, overlap: bool) -> torch.Tensor:
+        return stored_index(self.entries("indexer.compressor.", yarn, ape, overlap))
+
+    def chosen(self, rounds, position, yarn, ape, overlap, early: int, share: float) -> torch.Tensor:
+        """bool [rows, entries]: those of 4 tokens that the index ranks highest among the complete ones."""
+        rows, config, keys = self.x[self.at].double(), self.config, self.index_keys(yarn, ape, overlap)
+        turn = self.by(yarn) * (self.at + position)[:, None]
+        queries = rotated(self.projected[rounds].of_index, turn) @ compressor.hadamard(INDEX_DIM, rows.device)
+        head_weights = rows @ self.weights("indexer.weights_proj").T * (INDEX_DIM * config.index_heads) ** -0.5
+        scores = torch.relu(stored_index(queries) @ keys.T)  # [rows, heads, entries]
+        logits = torch.einsum("rhe,rh->re", scores, head_weights)
+        logits = logits.masked_fill(~complete(self.at, len(keys), 4, early), -math.inf)
+        most = len(keys) if math.isinf(share) else round(config.index_topk * share)
+        best = logits.topk(min(most, len(keys)), dim=1).indices
+        return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, True) & (logits > -math.inf)
+
+    def read(self, rules: Rules) -> Read:
+        reach = max(rules.window, REACH) + 1
+        token = self.near(reach)
+        keys = self.keys(reach, rules.rounds, rules.yarn, rules.yarn_without_entries)
+        seen, pages = visible(self.at, token, rules), token // PAGE
+        turn = self.by(rules.yarn, rules.yarn_without_entries) * (self.at + rules.position)[:, None]
+        if self.ratio and len(self.x) >= self.ratio:
+            found = self.stored(rules.yarn, rules.ape, rules.overlap)
+            seen_entries = complete(self.at, len(found), self.ratio, rules.entries_early)
+            if self.ratio == 4:
+                by = rules.index or rules
+                of_index = (by.rounds, by.position, by.yarn, by.ape, by.overlap, by.entries_early, by.index_share)
+                seen_entries &= self.chosen(*of_index)
+            keys, seen = torch.cat([keys, found]), torch.cat([seen, seen_entries], dim=1)
+            pages = torch.cat([pages, torch.arange(len(found), device=pages.device) * self.ratio // PAGE])
+        return read_of(self.config, self.projected[rules.rounds].queries, keys, seen, pages, turn, rules)
+
+
+def read_of(config: Config, queries, keys, seen, pages, turn, rules: Rules) -> Read:
     queries = rotated(rms_norm(queries, None, config.eps) if rules.unit_queries else queries, turn)
     if rules.rounds:
         queries = torch.cat([coarse(queries[..., :-ROTATED], 64), mhc.bf16(queries[..., -ROTATED:])], dim=-1)
-    return latent, queries
+    back = -turn if rules.rotates_back else None
+    return Read(queries, keys, seen, pages, back, rules.rounds, rules.sink)
 
 
-def keys_of(config, weights, x, turn, rules) -> torch.Tensor:
-    keys = rms_norm(weights.product("wkv", given(x, rules)), weights("kv_norm"), config.eps)
-    return stored_key(rotated(keys, turn))
+def attention(
+    config: Config, weights: Weights, x: torch.Tensor, ratio: int, *, first=0, at=None, rules=None
+) -> torch.Tensor:
+    """[rows, hidden] float64, of the rows at the positions `at`, or from `first` on, where x [tokens, hidden] are a
+    request's inputs."""
+    rules, x = rules or Rules(), x.double()
+    at = torch.arange(first, x.shape[0], device=x.device) if at is None else at
+    every = {rounds: Projected.of(config, weights, x[at], ratio, rounds) for rounds in rounds_of(rules)}
+    out = attended(weights, Asked(config, weights, x, ratio, at, every).read(rules))
+    return answered(config, weights, out, rules.rounds)
 
 
-def answered(config, weights, queries, keys, seen, back, rules, parts=None, pages=None) -> torch.Tensor:
-    """[rows, hidden]: of attention's queries, rotated back by `back`, through both output projections."""
-    some = zip(queries.split(ROWS), seen.split(ROWS), strict=True)
-    out = torch.cat([attend(q, keys, s, weights, rules) for q, s in some])
-
-    def projected(out):
-        out = rotated(out, back) if rules.rotates_back else out
-        grouped = given(out.reshape(len(out), config.groups, -1), rules)
-        wo_a = weights("wo_a").view(config.groups, -1, grouped.shape[2])
-        return given(torch.einsum("rgi,goi->rgo", grouped, wo_a).flatten(1), rules) @ weights("wo_b").T
-
-    found = projected(out)
-    if parts is not None:
-        of_each_head(config, weights, rotated(out, back), parts)
-        for page, other in without_pages(queries, keys, seen, weights, rules, pages):
-            parts("page", page, projected(other) - found)
-    return found
+def rounds_of(rules: Rules) -> set[bool]:
+    return {rules.rounds, (rules.index or rules).rounds}
 
 
-def of_each_head(config, weights, out, parts) -> None:
-    """Tells what the sublayer's output would lose with each."""
+def plain_keys_of(config: Config, weights: Weights, x: torch.Tensor, rounds: bool) -> torch.Tensor:
+    return rms_norm(given(x, rounds) @ weights("wkv").T, weights("kv_norm"), config.eps)
+
+
+def attended(weights: Weights, read: Read, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """[rows, heads, 512]: one softmax over what is seen and the sink, summed, rotated back."""
+    some = zip(read.queries.split(ROWS), (read.seen if seen is None else seen).split(ROWS), strict=True)
+    out = torch.cat([attend(queries, read.keys, of, weights, read) for queries, of in some])
+    return out if read.back is None else rotated(out, read.back)
+
+
+def answered(config: Config, weights: Weights, out: torch.Tensor, rounds: bool = False) -> torch.Tensor:
+    """[rows, hidden]: what attention summed through both output projections."""
+    grouped = given(out.reshape(len(out), config.groups, -1), rounds)
+    wo_a = weights("wo_a").view(config.groups, -1, grouped.shape[2])
+    return given(torch.einsum("rgi,goi->rgo", grouped, wo_a).flatten(1), rounds) @ weights("wo_b").T
+
+
+def without_head(config: Config, wo_a: torch.Tensor, wo_b: torch.Tensor, head: int, out: torch.Tensor) -> torch.Tensor:
+    """[rows, hidden]: what `answered` loses without it."""
     each = config.heads // config.groups
-    wo_a = weights("wo_a").view(config.groups, -1, each, HEAD_DIM)
-    wo_b = weights("wo_b").unflatten(1, (config.groups, -1))
-    for head in range(config.heads):
-        group, number = divmod(head, each)
-        parts("head", head, -(out[:, head] @ wo_a[group, :, number].T) @ wo_b[:, group].T)
+    group, number = divmod(head, each)
+    of_head = wo_a.view(config.groups, -1, each, HEAD_DIM)[group, :, number]
+    return -(out[:, head] @ of_head.T) @ wo_b.unflatten(1, (config.groups, -1))[:, group].T
 
 
-def without_pages(queries, keys, seen, weights, rules, pages):
-    """(page, out [rows, heads, 512] without what is kept in it), of each page that is seen."""
-    for page in pages[seen.any(dim=0)].unique().tolist():
-        of_page = pages == page
-        if bool((seen & ~of_page).any(dim=1).all()):
-            yield page, attend(queries, keys, seen & ~of_page, weights, rules)
+def pages_of(read: Read) -> list[int]:
+    """Those of which some key is seen, and without which each row sees others."""
+    pages = read.pages[read.seen.any(dim=0)].unique().tolist()
+    return [page for page in pages if bool((read.seen & (read.pages != page)).any(dim=1).all())]
 
 
-def attend(queries, keys, seen, weights, rules) -> torch.Tensor:
-    """[rows, heads, 512]: one softmax over what is seen and the sink."""
+def without_page(weights: Weights, read: Read, page: int) -> torch.Tensor:
+    """`attended` without what is kept in it."""
+    return attended(weights, read, read.seen & (read.pages != page))
+
+
+def attend(queries, keys, seen, weights, read: Read) -> torch.Tensor:
     some = seen.any(dim=0)  # most of a long prompt no row sees
     keys, seen = keys[some], seen[:, some]
     scores = torch.einsum("rhd,nd->rhn", queries, keys) * HEAD_DIM**-0.5
     scores = scores.masked_fill(~seen[:, None], -math.inf)
     sink = weights("attn_sink")[None, :, None].expand(len(queries), -1, 1)
-    scores = torch.cat([scores, sink if rules.sink else torch.full_like(sink, -math.inf)], dim=2)
+    scores = torch.cat([scores, sink if read.sinks else torch.full_like(sink, -math.inf)], dim=2)
     shares = torch.softmax(scores, dim=2).nan_to_num(0.0)[..., :-1]
-    return torch.einsum("rhn,nd->rhd", coarse(shares, 64) if rules.rounds else shares, keys)
+    return torch.einsum("rhn,nd->rhd", coarse(shares, 64) if read.rounds else shares, keys)
 
 
 def experts(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Tensor, *, hashed, rules=None):
@@ -347,8 +410,8 @@ def experts(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Ten
     rules, x = rules or Rules(), x.double()
     ids, shares, _ = routed(config, weights, x, tokens, hashed=hashed, rules=rules)
     limit = config.swiglu_limit if rules.swiglu_limit else None
-    made = (outputs(weights, x, ids, limit, rules) * shares[..., None]).sum(dim=1)
-    return made + mlp(weights.under("shared_experts."), x, limit, rules) * rules.shared_expert
+    made = (outputs(weights, x, ids, limit, rules.rounds) * shares[..., None]).sum(dim=1)
+    return made + mlp(weights.under("shared_experts."), x, limit, rules.rounds) * rules.shared_expert
 
 
 def routed(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Tensor, *, hashed, rules):
@@ -367,32 +430,32 @@ def routed(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Tens
     return ids, router_topk.weights_of(weighted, ids, renormalize=rules.renormalize, scale=scale), margin
 
 
-def outputs(weights: Weights, x: torch.Tensor, ids: torch.Tensor, limit: float | None, *every) -> torch.Tensor:
-    """[rows, topk, hidden], before their shares: of each row's experts, by each of `every`, Rules or none."""
-    found = torch.empty(max(len(every), 1), *ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
+def outputs(weights: Weights, x: torch.Tensor, ids: torch.Tensor, limit: float | None, *every: bool) -> torch.Tensor:
+    """[rows, topk, hidden], before their shares: of each row's experts; of each of `every`, whether it rounds, if more
+    than one are asked."""
+    every = every or (False,)
+    found = torch.empty(len(every), *ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
     for expert in ids.unique().tolist():
         rows, slots = (ids == expert).nonzero(as_tuple=True)
-        own = read_once(weights.under(f"experts.{expert}."))
-        for number, rules in enumerate(every or (None,)):
-            found[number, rows, slots] = mlp(own, x[rows], limit, rules)
+        found[:, rows, slots] = mlps(weights.under(f"experts.{expert}."), x[rows], limit, every)
     return found if len(every) > 1 else found[0]
 
 
-def read_once(weights: Weights) -> Callable:
-    """An expert's three matrices, whoever asks how often."""
-    return functools.cache(weights)
+def mlp(weights: Callable, x: torch.Tensor, limit: float | None, rounds: bool = False) -> torch.Tensor:
+    """[rows, hidden]"""
+    return mlps(weights, x, limit, (rounds,))[0]
 
 
-def mlp(weights: Callable, x: torch.Tensor, limit: float | None, rules: Rules | None = None) -> torch.Tensor:
-    """weights: float64, or float32, in which the products then are: their sums err by 1e-6 of the result."""
-    rules = rules or Rules()
+def mlps(weights: Callable, x: torch.Tensor, limit: float | None, every: tuple[bool, ...]) -> torch.Tensor:
+    """[len(every), rows, hidden]: of each, whether it rounds; each matrix is read once. weights: float64, or float32,
+    in which the products then are: their sums err by 1e-6 of the result."""
 
-    def product(x, name):
-        weight = weights(name)
-        return (x.to(weight.dtype) @ weight.T).double()
+    def product(x, weight):
+        return (x.flatten(0, 1).to(weight.dtype) @ weight.T).double().unflatten(0, (len(every), -1))
 
-    x = given(x, rules)
-    return product(given(mxfp4_moe.swiglu(product(x, "w1"), product(x, "w3"), limit), rules), "w2")
+    x = torch.stack([given(x, rounds) for rounds in every])
+    inner = mxfp4_moe.swiglu(product(x, weights("w1")), product(x, weights("w3")), limit)
+    return product(torch.stack([given(one, rounds) for one, rounds in zip(inner, every, strict=True)]), weights("w2"))
 
 
 def mixing(config: Config, weights: Weights, kind: str, norm: str, streams: torch.Tensor):
@@ -431,6 +494,6 @@ def head(config: Config, weights: Weights, streams: torch.Tensor, norm: str = "n
 def draft_streams(config: Config, weights: Weights, embedded, streams: torch.Tensor, rules=None) -> torch.Tensor:
     """[rows, 4, hidden]: what the MTP block's layer begins with, of the tokens' embeddings and the target's streams."""
     rules = rules or Rules()
-    of_token = given(rms_norm(embedded.double(), weights("enorm"), config.eps), rules) @ weights("e_proj").T
-    of_streams = given(rms_norm(streams.double(), weights("hnorm"), config.eps), rules) @ weights("h_proj").T
+    of_token = given(rms_norm(embedded.double(), weights("enorm"), config.eps), rules.rounds) @ weights("e_proj").T
+    of_streams = given(rms_norm(streams.double(), weights("hnorm"), config.eps), rules.rounds) @ weights("h_proj").T
     return of_token[:, None] + of_streams

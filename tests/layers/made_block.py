@@ -53,7 +53,6 @@ class Engine(made.Engine):
         hidden = self.known[:start][-(self.of_block.window + 1) :]
         hidden = hidden if self.changed is None else self.changed(hidden)
         first = weights.under("mtp.0.")
-        context = draft_block.context_of(config, first, hidden, self.of_block, self.block_rules)
         for stage in range(2):
             layer = weights.under(f"mtp.{stage}.")
             for part in ("attn", "ffn"):
@@ -61,7 +60,7 @@ class Engine(made.Engine):
                 y.append(x.bfloat16())
                 if part == "attn":
                     options = {"rules": self.of_block, "block": self.block_rules}
-                    f = draft_block.attention(config, layer.under("attn."), x, context, start, **options)
+                    f = draft_block.attention(config, layer.under("attn."), first, x, hidden, start, **options)
                 else:
                     f = model.experts(config, layer.under("ffn."), x, tokens, hashed=False, rules=self.of_block)
                 streams = model.behind(self.rounded(f), streams, post, comb, self.of_block)

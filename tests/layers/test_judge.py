@@ -207,12 +207,18 @@ def test_a_head_that_is_missing_is_told_by_its_name(checkpoint):
     own = engine.rounded
 
     def rounded(f):
-        less = {}
         if engine.at == (1, "attn"):
-            made_ = engine.judge.weights.under("layers.1.attn.")
-            every = engine.inputs["target", 1, 1]
-            model.attention(engine.config, made_, every, 4, parts=lambda *unit: less.__setitem__(unit[:2], unit[2]))
-        return own(f + less.get(("head", 1), 0.0))
+            weights, config, x = (
+                engine.judge.weights.under("layers.1.attn."),
+                engine.config,
+                engine.inputs["target", 1, 1],
+            )
+            projected = {False: model.Projected.of(config, weights, x, 4, False)}
+            out = model.attended(
+                weights, model.Asked(config, weights, x, 4, torch.arange(len(x)), projected).read(Rules())
+            )
+            f = f + model.without_head(config, weights("wo_a"), weights("wo_b"), 1, out)
+        return own(f)
 
     engine.rounded = rounded
     prompt = made.ASKED[0][0][:60]

@@ -31,11 +31,10 @@ class Share:
     numbers: int = 0
 
     def add(self, error: torch.Tensor, rounded: torch.Tensor, effect: torch.Tensor, truth: torch.Tensor) -> None:
-        self.along += float((error * effect).sum())
-        self.chance += float((rounded * effect).sum())
-        self.square += float(effect.square().sum())
-        self.error += float(error.square().sum())
-        self.size += float(truth.square().sum())
+        sums = error * effect, rounded * effect, effect.square(), error.square(), truth.square()
+        added = torch.stack([one.sum() for one in sums]).tolist()  # waits for a card once
+        for name, one in zip(("along", "chance", "square", "error", "size"), added, strict=True):
+            setattr(self, name, getattr(self, name) + one)
         self.numbers += error.numel()
 
     def merge(self, other: Share) -> None:

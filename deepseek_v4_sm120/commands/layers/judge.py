@@ -18,6 +18,7 @@ Weights are read and dequantised a sublayer at a time, of the experts those that
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import defaultdict
@@ -164,13 +165,23 @@ class Pass:
 
 
 @dataclass
+class Judged:
+    """The judged rows of a segment: what attention reads of them by any rules; whether they are asked of the faults."""
+
+    read: Callable
+    rows: int
+    is_asked: bool
+    faults: dict
+
+
+@dataclass
 class Made:
     """A sublayer's output [rows, hidden], what else it could have been, and what each unit of it adds."""
 
     truth: torch.Tensor
     rounded: torch.Tensor
     faulty: dict  # {fault: as the truth}
-    units: list  # of (name, rows, what the truth has less without it)
+    units: list  # of (name, rows, what makes how much less the truth is there without it)
 
 
 @dataclass
@@ -393,15 +404,22 @@ class Judge:
             group = self.groups[before.what, mode, before.number]
             effects = {} if made is None else self.effects(before, rows, entering)
             kept[rows] = group.add(seen[rows], truth[rows], coarse[rows], effects)
-        for name, rows, less in made.units if made is not None else ():
-            without = model.behind(made.truth[rows] + less, before.streams[rows], before.post[rows], before.comb[rows])
-            error, by_rounding = seen[rows].double() - truth[rows], coarse[rows] - truth[rows]
-            effect, of_row = entering(without) - truth[rows], rows.tolist()
-            for mode in dict.fromkeys(modes[row] for row in of_row):
-                here = kept[rows] & torch.tensor([modes[row] == mode for row in of_row], device=self.device)
-                unit = self.groups[before.what, mode, before.number].units[name]
-                unit.add(error[here], by_rounding[here], effect[here], truth[rows][here])
+        self.add_units(before, modes, streams, (seen, truth, coarse, kept), entering)
         return streams, rounded
+
+    def add_units(self, before: Before, modes, streams, given, entering) -> None:
+        """Of what a sublayer is made of, one by one, each of all rows at once; streams: behind it."""
+        seen, truth, coarse, kept = given
+        error, by_rounding = seen.double() - truth, coarse - truth
+        of_mode = {mode: torch.tensor([one == mode for one in modes], device=self.device) for mode in {*modes}}
+        for name, rows, less in before.made.units if before.made is not None else ():
+            # the streams behind a sublayer are linear in its output
+            without = streams[rows] + before.post[rows][:, :, None] * less()[:, None]
+            effect = entering(without) - truth[rows]
+            for mode in dict.fromkeys(modes[row] for row in rows.tolist()):
+                here = kept[rows] & of_mode[mode][rows]
+                unit = self.groups[before.what, mode, before.number].units[name]
+                unit.add(error[rows][here], by_rounding[rows][here], effect[here], truth[rows][here])
 
     def effects(self, before: Before, rows, entering) -> dict:
         """{fault: what the next sublayer would have been given}."""
@@ -417,77 +435,90 @@ class Judge:
         """Of all passes."""
         if passes is self.passes[BLOCK]:
             return self.block_attention(passes, number, weights.under("attn."))
-        found, histories, weights = defaultdict(list), {}, weights.under("attn.")
-        faulty, every = faulty_ones(passes), ATTENTION | OF_RATIO[ratio]
-        every = every | ({BLIND: None} if self.passes["draft"] is passes else {})
-        units, begin = [], 0
-        for number_of_pass, one in enumerate(passes):
+        weights, histories, every = weights.under("attn."), {}, self.every_attention(passes, ratio)
+        projected, found = iter(self.projected(passes, number, weights, ratio)), []
+        for one, is_asked in zip(passes, faulty_ones(passes), strict=True):
             y = one.y[2 * number].to(self.device)
             for segment, pick in zip(one.segments, one.picks, strict=True):
                 before = [] if segment.source is None else [histories[segment.source][: segment.start]]
                 history = histories[segment.request] = torch.cat([*before, y[segment.rows]])
-                exact = history.double()  # once: by this are products found again
-                faults = {**every, BLIND: Rules(sees_before=one.first_drafts.get(segment.request, model.FAR))}
-                rows = torch.arange(begin, begin + len(pick), device=self.device)
-                begin, at = begin + len(pick), (segment.start + pick).to(self.device)
-                is_asked = number_of_pass in faulty
+                at = (segment.start + pick).to(self.device)
+                asked = model.Asked(self.config, weights, history, ratio, at, next(projected))
+                blind = Rules(sees_before=one.first_drafts.get(segment.request, model.FAR))
+                found.append(Judged(asked.read, len(at), is_asked, {name: every[name] or blind for name in every}))
+        return self.made_of(weights, found, every)
 
-                def noted(kind, unit, less, rows=rows):
-                    units.append((f"{kind} {unit}", rows, less))
-
-                def made(rules, parts=None, exact=exact, at=at):
-                    return model.attention(self.config, weights, exact, ratio, at=at, rules=rules, parts=parts)
-
-                found[None].append(made(None, noted if is_asked and self.faults is None else None))
-                found[ROUNDED].append(made(ROUNDED))
-                for name in self.asked(every):
-                    if name is not None:
-                        found[name].append(made(faults[name]) if is_asked else found[None][-1])
-        outputs = {name: torch.cat(parts) for name, parts in found.items()}
-        return self.made(outputs.pop(None), outputs.pop(ROUNDED), outputs, units)
+    def every_attention(self, passes, ratio) -> dict:
+        blind = {BLIND: None} if passes is self.passes["draft"] else {}  # whose rules are each request's own
+        return {name: rules for name, rules in self.asked(ATTENTION | OF_RATIO[ratio] | blind).items() if name}
 
     def block_attention(self, passes, number, weights) -> Made:
-        found, units, begin, faulty = defaultdict(list), [], 0, faulty_ones(passes)
         every = {name: rules for name, rules in ATTENTION.items() if rules.sees_itself} | OF_BLOCK
-        for number_of_pass, one in enumerate(passes):
+        every = {name: rules for name, rules in self.asked(every).items() if name}
+        projected, found = iter(self.projected(passes, number, weights, 0)), []
+        for one, is_asked in zip(passes, faulty_ones(passes), strict=True):
             y = one.y[2 * number].to(self.device)
             for segment, pick, window in zip(one.segments, one.picks, one.windows, strict=True):
-                rows = torch.arange(begin, begin + len(pick), device=self.device)
-                begin, is_asked = begin + len(pick), number_of_pass in faulty
+                given = y[segment.rows], window.to(self.device), segment.start, pick.to(self.device)
+                first = self.weights.under("mtp.0.")
+                asked = draft_block.Asked(self.config, weights, first, *given, next(projected))
+                found.append(Judged(asked.read, len(pick), is_asked, every))
+        return self.made_of(weights, found, every)
 
-                def noted(kind, unit, less, rows=rows):
-                    units.append((f"{kind} {unit}", rows, less))
+    def projected(self, passes, number, weights, ratio) -> list[dict]:
+        """Of each segment {rounds: what its judged rows' inputs make}: all at once, for each reads whole matrices."""
+        rows = torch.cat([one.y[2 * number][picks_of(one)] for one in passes]).to(self.device).double()
+        lengths, each = [len(pick) for one in passes for pick in one.picks], {}
+        for rounds in (False, True):
+            each[rounds] = model.Projected.of(self.config, weights, rows, ratio, rounds).split(lengths)
+        return [dict(zip(each, pair, strict=True)) for pair in zip(*each.values(), strict=True)]
 
-                def made(
-                    rules, block=None, parts=None, y=y[segment.rows], window=window, start=segment.start, pick=pick
-                ):
-                    block, stage = block or BlockRules(), self.weights.under("mtp.0.")
-                    hidden = window.to(self.device)
-                    context = draft_block.context_of(self.config, stage, hidden, rules or Rules(), block)
-                    options = {"of": pick.to(self.device), "rules": rules, "block": block, "parts": parts}
-                    return draft_block.attention(self.config, weights, y, context, start, **options)
+    def made_of(self, weights, judged: list[Judged], every) -> Made:
+        """Both output projections, too, are of all rows at once."""
+        config, asked = self.config, [one for one in judged if one.is_asked]
+        faulty_rows = torch.cat([torch.full((one.rows,), one.is_asked) for one in judged]).nonzero()[:, 0]
+        faulty_rows = faulty_rows.to(self.device)
+        out = torch.cat([model.attended(weights, one.read(Rules())) for one in judged])
+        truth = model.answered(config, weights, out)
+        rounded = torch.cat([model.attended(weights, one.read(ROUNDED)) for one in judged])
+        rounded, faulty, units = model.answered(config, weights, rounded, rounds=True), {}, []
+        for name in every:
+            other = torch.cat([model.attended(weights, one.read(one.faults[name])) for one in asked])
+            faulty[name] = truth.index_copy(0, faulty_rows, model.answered(config, weights, other))
+        if self.faults is None:
+            matrices = weights("wo_a"), weights("wo_b")
+            for head in range(config.heads):
+                less = functools.partial(model.without_head, config, *matrices, head, out[faulty_rows])
+                units.append((f"head {head}", faulty_rows, less))
+            units += self.of_each_page(weights, judged, truth)
+        return self.made(truth, rounded, faulty, units)
 
-                found[None].append(made(None, None, noted if is_asked and self.faults is None else None))
-                found[ROUNDED].append(made(ROUNDED))
-                for name, rules in self.asked(every).items():
-                    if name is None:
-                        continue
-                    of_block = isinstance(rules, BlockRules)
-                    other = made(None, rules) if of_block and is_asked else made(rules) if is_asked else found[None][-1]
-                    found[name].append(other)
-        outputs = {name: torch.cat(parts) for name, parts in found.items()}
-        return self.made(outputs.pop(None), outputs.pop(ROUNDED), outputs, units)
+    def of_each_page(self, weights, judged: list[Judged], truth) -> list:
+        """A page of all rows that see it at once."""
+        found, units, begin = defaultdict(list), [], 0
+        for one in judged:
+            rows = torch.arange(begin, begin + one.rows, device=self.device)
+            begin += one.rows
+            read = one.read(Rules()) if one.is_asked else None
+            for page in model.pages_of(read) if read is not None else ():
+                found[page].append((rows, read))
+        for page, every in found.items():
+            rows = torch.cat([rows for rows, _ in every])
+            out = torch.cat([model.without_page(weights, read, page) for _, read in every])
+            less = functools.partial(torch.sub, model.answered(self.config, weights, out), truth[rows])
+            units.append((f"page {page}", rows, less))
+        return units
 
     def experts(self, weights, seen, tokens, hashed) -> Made:
         x, limit, found, units = seen.double(), self.config.swiglu_limit, {}, []
         is_draft = self.draft is not None and weights.prefix.startswith("mtp.")
         config = replace(self.config, topk=self.draft.topk) if is_draft else self.config
-        shared, rounded = (model.mlp(weights.under("shared_experts."), x, limit, rules) for rules in (None, ROUNDED))
+        shared, rounded = model.mlps(weights.under("shared_experts."), x, limit, (False, True))
         chosen, made = None, None
         for name, rules in self.asked(EXPERTS | (HASHED if hashed else BIASED)).items():
             ids, shares, margin = model.routed(config, weights, x, tokens, hashed=hashed, rules=rules)
             if chosen is None:
-                chosen, (made, coarse) = ids, model.outputs(weights, x, ids, limit, None, ROUNDED)
+                chosen, (made, coarse) = ids, model.outputs(weights, x, ids, limit, False, True)
                 rounded = rounded + torch.einsum("rkh,rk->rh", coarse, shares)
                 units = self.of_each_expert(ids, made, shares, margin)
             elif not torch.equal(ids, chosen):
@@ -501,7 +532,8 @@ class Judge:
         for expert in ids.unique().tolist() if self.faults is None else ():
             rows, slots = ((ids == expert) & (margin > NEAR)[:, None]).nonzero(as_tuple=True)
             if len(rows):
-                found.append((f"expert {expert}", rows, -made[rows, slots] * shares[rows, slots, None]))
+                less = functools.partial(without_expert, made, shares, rows, slots)
+                found.append((f"expert {expert}", rows, less))
         return found
 
     def made(self, truth, rounded, faulty, units) -> Made:
@@ -523,20 +555,24 @@ def rows_alike(old: torch.Tensor, new: torch.Tensor) -> int:
     return next((rows for rows in tried if rows > 0 and torch.equal(old[:rows], new[:rows])), 0)
 
 
+def without_expert(made, shares, rows, slots) -> torch.Tensor:
+    return -made[rows, slots] * shares[rows, slots, None]
+
+
 def picks_of(one: Pass) -> torch.Tensor:
     """The judged ones of attention's rows."""
     return torch.cat([segment.rows.start + pick for segment, pick in zip(one.segments, one.picks, strict=True)])
 
 
-def faulty_ones(passes) -> set:
-    """The numbers of those that are given the faults: of each mode some, evenly spread, those of prompts all."""
+def faulty_ones(passes) -> list[bool]:
+    """Of each, whether it is given the faults: of each mode some are, evenly spread, those of prompts all."""
     found, modes = set(), defaultdict(list)
     for number, one in enumerate(passes):
         modes[one.mode].append(number)
     for mode, numbers in modes.items():
         step = 1 if mode.endswith(", extend") else -(-len(numbers) // FAULTY)
         found.update(numbers[::step])
-    return found
+    return [number in found for number in range(len(passes))]
 
 
 def is_chained(record) -> bool:
