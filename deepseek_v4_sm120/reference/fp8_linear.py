@@ -33,10 +33,16 @@ def dequantized(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tenso
     scale = scale_values(weight_scale)
     if not weight.shape[0] % BLOCK and not weight.shape[1] % BLOCK:
         outputs, inputs = (size // BLOCK for size in weight.shape)
-        blocks = weight.to(torch.float64, copy=True).view(outputs, BLOCK, inputs, BLOCK)
+        blocks = decoded(weight).view(outputs, BLOCK, inputs, BLOCK)
         return blocks.mul_(scale[:outputs, None, :inputs, None]).view(weight.shape)
     scale = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return weight.double() * scale[: weight.shape[0], : weight.shape[1]]
+
+
+def decoded(weight: torch.Tensor) -> torch.Tensor:
+    """E4M3 in float64, by a look-up, which is faster than torch's conversion by several times."""
+    every = torch.arange(256, dtype=torch.uint8, device=weight.device).view(torch.float8_e4m3fn).double()
+    return every.index_select(0, weight.contiguous().view(torch.uint8).flatten().int()).view(weight.shape)
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:

@@ -45,19 +45,17 @@ def dequantize(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _pairs_by_scale(device) -> torch.Tensor:
-    """float32 [scale byte * 256 + byte of two codes, 2]."""
+def _pairs(device) -> torch.Tensor:
+    """float64 [byte of two codes]: the bits of both in float32, for a look-up of one number is the fastest that is."""
     every = torch.arange(256, dtype=torch.uint8, device=device)
-    pairs = decode_e2m1(every[:, None])
-    return (decode_ue8m0(every)[:, None, None] * pairs).float().flatten(0, 1)
+    return decode_e2m1(every[:, None]).float().view(torch.float64).flatten()
 
 
 def dequantize_float32(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`dequantize` in float32, exact where a scale is no extreme one (2^-124 to 2^125), in half the time: one look-up,
-    and no pass for the scales."""
-    index = packed.unflatten(-1, (-1, GROUP // 2)).int()
-    index += (scale.int() << 8).unsqueeze(-1)
-    return torch.nn.functional.embedding(index, _pairs_by_scale(packed.device)).flatten(-3)
+    """`dequantize` in float32, exact where a scale is no extreme one (2^-124 to 2^125), in a fraction of the time."""
+    pairs = _pairs(packed.device).index_select(0, packed.flatten().int())
+    values = pairs.view(torch.float32).view(*scale.shape, GROUP)
+    return values.mul_(decode_ue8m0(scale).float().unsqueeze(-1)).flatten(-2)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:

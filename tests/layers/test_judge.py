@@ -201,23 +201,23 @@ def test_what_cannot_be_told_is_no_fault():
         assert found.notes == ["target, extend: could not be told of each layer alone: b (1 of 1)"]
 
 
-def test_a_head_that_is_missing_is_told_by_its_name(checkpoint):
+@pytest.mark.parametrize("missing, others", [("head 1", "head 0"), ("page 1", "page 2")])
+def test_a_part_that_is_missing_is_told_by_its_name(checkpoint, missing, others, monkeypatch):
     """Where the error that it makes is no more than rounding does."""
+    monkeypatch.setattr(model, "PAGE", 16)
     engine = made.Engine(checkpoint, noise=0.004)
-    own = engine.rounded
+    own, (kind, number) = engine.rounded, missing.split()
 
     def rounded(f):
         if engine.at == (1, "attn"):
-            weights, config, x = (
-                engine.judge.weights.under("layers.1.attn."),
-                engine.config,
-                engine.inputs["target", 1, 1],
-            )
-            projected = {False: model.Projected.of(config, weights, x, 4, False)}
-            out = model.attended(
-                weights, model.Asked(config, weights, x, 4, torch.arange(len(x)), projected).read(Rules())
-            )
-            f = f + model.without_head(config, weights("wo_a"), weights("wo_b"), 1, out)
+            weights, config = engine.judge.weights.under("layers.1.attn."), engine.config
+            x, matrices = engine.inputs["target", 1, 1], (weights("wo_a"), weights("wo_b"))
+            every = {False: model.Projected.of(config, weights, x, 4, False)}
+            read = model.Asked(config, weights, x, 4, torch.arange(len(x)), every).read(Rules())
+            if kind == "head":
+                f = f + model.without_head(config, *matrices, int(number), model.attended(weights, read))
+            else:
+                f = model.answered(config, weights, model.without_page(weights, read, int(number)))
         return own(f)
 
     engine.rounded = rounded
@@ -226,8 +226,8 @@ def test_a_head_that_is_missing_is_told_by_its_name(checkpoint):
         checkpoint, [engine.one("target", 1, prompt, 0, "EXTEND")], [{"input_ids": prompt.tolist()}]
     )
     found = verdict.of(groups, 3, ()).faults
-    assert any("layer 1: missing, or others in their place: head 1 (1.0" in text for text in found), found
-    assert not any("head 0" in text or "layer 0" in text for text in found)
+    assert any(f"layer 1: missing, or others in their place: {missing} (" in text for text in found), found
+    assert not any(others in text or "layer 0" in text for text in found)
 
 
 def test_a_share_of_the_index_is_the_configs():

@@ -61,3 +61,9 @@ def test_the_matrices_are_the_models():
     assert {m.groups for m in matrices(4)} == {1, 2}
     codes = make_weight(1, 128, 128, torch.Generator().manual_seed(1))[0].view(torch.uint8)
     assert not bool(((codes & 0x7F) == 0x7F).any()) and codes.unique().numel() > 240
+
+
+def test_codes_are_decoded_as_torch_converts_them():
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(torch.float8_e4m3fn)
+    for weight in (codes, codes.T):
+        assert torch.equal(reference.decoded(weight).nan_to_num(9e9), weight.double().nan_to_num(9e9))

@@ -13,6 +13,7 @@ from deepseek_v4_sm120.reference.mxfp4_moe import (
     decode_e2m1,
     decode_ue8m0,
     dequantize,
+    dequantize_float32,
     local_experts,
     mxfp4_moe,
     mxfp4_moe_by_bits,
@@ -116,3 +117,12 @@ def test_mxfp8_activations_cost_about_a_fortieth():
     inputs = make_inputs(dataclasses.replace(SMALL, rows=8), device="cpu").arguments()
     error = relative_error(mxfp4_moe(**inputs, activations="mxfp8"), mxfp4_moe(**inputs))
     assert 0.01 < error < 0.06
+
+
+def test_float32_has_the_same_weights():
+    """Each pair of codes with each scale that is no extreme one, and the one that is no number."""
+    packed = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(250, 16, 16).reshape(250, 256)
+    scale = torch.tensor([*range(3, 252), 255], dtype=torch.uint8)[:, None].expand(250, 16)
+    found = dequantize_float32(packed, scale)
+    assert found.dtype == torch.float32
+    assert torch.equal(found[:-1].double(), dequantize(packed, scale)[:-1]) and found[-1].isnan().all()
