@@ -95,6 +95,14 @@ def test_rules_that_share_what_they_have_alike_have_their_own_numbers(ratio, num
         assert torch.allclose(made, model.attention(config, weights, x, ratio, at=at, rules=rules), atol=1e-9), rules
 
 
+def test_an_expert_that_rounds_beside_one_that_does_not():
+    weights = model.Weights(theirs.checkpoint(), "layers.0.ffn.shared_experts.")
+    x = theirs.made("inputs", 3, theirs.CONFIG["hidden_size"], deviation=1.0).double()
+    each = [model.mlp(weights, x, 1.0, rounds) for rounds in (False, True)]
+    assert torch.allclose(model.mlps(weights, x, 1.0, (False, True)), torch.stack(each), atol=1e-12)
+    assert not torch.allclose(*each, atol=1e-6)
+
+
 def test_tensors_are_dequantised_by_their_scales():
     e4m3 = torch.full((128, 128), 2.0).to(torch.float8_e4m3fn)
     scale = torch.full((1, 1), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)

@@ -212,8 +212,9 @@ def test_a_part_that_is_missing_is_told_by_its_name(checkpoint, missing, others,
         if engine.at == (1, "attn"):
             weights, config = engine.judge.weights.under("layers.1.attn."), engine.config
             x, matrices = engine.inputs["target", 1, 1], (weights("wo_a"), weights("wo_b"))
-            every = {False: model.Projected.of(config, weights, x, 4, False)}
-            read = model.Asked(config, weights, x, 4, torch.arange(len(x)), every).read(Rules())
+            at = torch.arange(len(x) - len(f), len(x))
+            every = {False: model.Projected.of(config, weights, x[at], 4, False)}
+            read = model.Asked(config, weights, x, 4, at, every).read(Rules())
             if kind == "head":
                 f = f + model.without_head(config, *matrices, int(number), model.attended(weights, read))
             else:
@@ -222,11 +223,11 @@ def test_a_part_that_is_missing_is_told_by_its_name(checkpoint, missing, others,
 
     engine.rounded = rounded
     prompt = made.ASKED[0][0][:60]
-    groups, _ = made.judged(
-        checkpoint, [engine.one("target", 1, prompt, 0, "EXTEND")], [{"input_ids": prompt.tolist()}]
-    )
+    every = [engine.one("target", 1, part, start, "EXTEND") for part, start in ((prompt[:25], 0), (prompt[25:], 25))]
+    groups, _ = made.judged(checkpoint, every, [{"input_ids": prompt.tolist()}])
     found = verdict.of(groups, 3, ()).faults
-    assert any(f"layer 1: missing, or others in their place: {missing} (" in text for text in found), found
+    said = [text for text in found if f"layer 1: missing, or others in their place: {missing} (" in text]
+    assert said and float(said[0].split("(")[1].split(")")[0]) == pytest.approx(1, abs=0.1), found
     assert not any(others in text or "layer 0" in text for text in found)
 
 
