@@ -204,18 +204,18 @@ def stored_index(rows: torch.Tensor) -> torch.Tensor:
     return (rows / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
-def entries(weights: Weights, x: torch.Tensor, ratio: int, by: torch.Tensor, eps: float, ape: bool, overlap: bool):
-    """[tokens // ratio, 512 or 128]: of the tokens' inputs x, with the layer's angles; not yet as they are stored."""
-    groups = x.shape[0] // ratio
-    tokens = torch.cat([weights.product("wkv", x), weights.product("wgate", x)], dim=1)[: groups * ratio]
-    own, added = tokens.view(groups, ratio, -1), weights("ape") * ape
+def entries(weights: Weights, tokens: torch.Tensor, ratio: int, by: torch.Tensor, eps: float, ape, overlap):
+    """[tokens // ratio, 512 or 128]: of what wkv and wgate make of the tokens' inputs, with the layer's angles; not yet
+    as they are stored."""
+    groups = tokens.shape[0] // ratio
+    own, added = tokens[: groups * ratio].view(groups, ratio, -1), weights("ape") * ape
     before = None
-    overlaps = torch.zeros(groups, dtype=torch.bool, device=x.device)
+    overlaps = torch.zeros(groups, dtype=torch.bool, device=own.device)
     if ratio == 4:
-        before, overlaps = own.roll(1, dims=0), (torch.arange(groups, device=x.device) > 0) & overlap
+        before, overlaps = own.roll(1, dims=0), (torch.arange(groups, device=own.device) > 0) & overlap
         added = torch.cat(added.chunk(2, dim=1))  # of the group before, then of its own
     pooled = compressor.pool(own, before, overlaps, added)
-    turn = by * (torch.arange(groups, device=x.device) * ratio)[:, None]
+    turn = by * (torch.arange(groups, device=own.device) * ratio)[:, None]
     return compressor.finish(pooled, weights("norm"), eps, torch.polar(torch.ones_like(turn), turn))
 
 
@@ -273,7 +273,7 @@ class Asked:
     def __init__(self, config: Config, weights: Weights, x: torch.Tensor, ratio: int, at, projected: Mapping):
         self.config, self.weights, self.ratio = config, weights, ratio
         self.x, self.at, self.projected = x, at, projected
-        for name in ("near", "plain_keys", "keys", "entries", "stored", "index_keys", "chosen"):
+        for name in ("near", "plain_keys", "keys", "of_tokens", "stored", "index_keys", "chosen"):
             setattr(self, name, functools.cache(getattr(self, name)))  # none is told of rules that it does not ask
 
     def by(self, yarn: bool, yarn_without_entries: bool = False) -> torch.Tensor:
@@ -292,9 +292,13 @@ class Asked:
         turn = self.by(yarn, yarn_without_entries) * self.near(reach)[:, None]
         return stored_key(rotated(self.plain_keys(reach, rounds), turn))
 
-    def entries(self, name: str, yarn: bool, ape: bool, overlap: bool) -> torch.Tensor:
+    def of_tokens(self, name: str) -> torch.Tensor:
         weights = self.weights.under(name)
-        return entries(weights, self.x, self.ratio, self.by(yarn), self.config.eps, ape, overlap)
+        return torch.cat([weights.product("wkv", self.x), weights.product("wgate", self.x)], dim=1)
+
+    def entries(self, name: str, yarn: bool, ape: bool, overlap: bool) -> torch.Tensor:
+        weights, tokens = self.weights.under(name), self.of_tokens(name)
+        return entries(weights, tokens, self.ratio, self.by(yarn), self.config.eps, ape, overlap)
 
     def stored(self, yarn: bool, ape: bool, overlap: bool) -> torch.Tensor:
         return stored_key(mhc.bf16(self.entries("compressor.", yarn, ape, overlap)))

@@ -192,7 +192,7 @@ def test_what_fails_by_itself_is_no_fault(model, passes, tmp_path, capsys, monke
     def fails(*_):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(judging.model, "attention", fails)
+    monkeypatch.setattr(judging.model, "attended", fails)
     status, said = status_of(write(tmp_path, passes), model, capsys=capsys)
     assert status == 2 and "judging it failed" in said
     for number, strange in enumerate(([{"input_ids": "ab"}], [3], "x", {}, [{"input_ids": [1, None]}])):
