@@ -30,7 +30,7 @@ NEEDED = (  # of config.json
     *("routed_scaling_factor", "rms_norm_eps", "hc_sinkhorn_iters", "rope_theta", "compress_rope_theta"),
     "rope_scaling",
 )
-SPARE = 5.0  # of what the experts take, for all else of a layer: measured on two shared cores, 35 rows, ratio 4
+SPARE = 2.5  # times what the experts take, a layer: measured on a shared core, 35 rows, ratio 4 (of 128 less)
 MADE_BYTES = 16 << 30  # of memory at most, reckoned: a sublayer's weights in float64, and the record's pages
 
 
