@@ -3,6 +3,7 @@ that is another one, and never 0 for half of one."""
 
 import http.server
 import json
+import os
 import shutil
 import sys
 import threading
@@ -299,6 +300,14 @@ def test_a_server_that_records_nothing_is_told(model, tmp_path, capsys):
     assert "another `layers` records" in capsys.readouterr().err
     assert program.main(["layers"]) == 2
     assert program.main(["layers", "--url", "http://127.0.0.1:1"]) == 2
+
+
+def test_threads_sleep_where_they_wait(tmp_path, monkeypatch):
+    """Beside a server that needs the cores; torch reads it when it is loaded."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert program.main(["layers", "--record", str(tmp_path)]) == 2 and os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert program.main(["layers", "--record", str(tmp_path)]) == 2 and os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_what_is_left_behind_an_interrupt(tmp_path):

@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("--alone, --together, --new and --rows are numbers of tokens and rows, from 1 on")
     if arguments.new < 2:
         raise CommandError("--new is 2 at least: the first token of an answer is the prompt's")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: others use the cores, too
     if arguments.record is not None:
         return safely_judged(Path(arguments.record), arguments)
     place = recorded(arguments)
