@@ -39,6 +39,7 @@ class Forks:
     def __init__(self, config: pytest.Config):
         self.config, self.hook = config, config.hook
         self.out: int | None = None  # in a fork: where reports go
+        self.held: list[bytes] = []  # there: what is told when its test is over, in one piece
         self.ended: dict[int, str] = {}  # forks that did not end well -> how
         self.finished: set[str] = set()
         self.processes: dict[int, int] = {}  # end of its pipe -> process
@@ -89,9 +90,10 @@ class Forks:
             for key, _ in selector.select():
                 size = int.from_bytes(read(key.fd, SIZE), "little")
                 if size:
-                    self._tell(*pickle.loads(read(key.fd, size)))
-                    if session.shouldfail:
-                        raise session.Failed(session.shouldfail)
+                    for told in pickle.loads(read(key.fd, size)):
+                        self._tell(*pickle.loads(told))
+                        if session.shouldfail:
+                            raise session.Failed(session.shouldfail)
                     continue
                 selector.unregister(key.fd)
                 os.close(key.fd)
@@ -133,6 +135,7 @@ class Forks:
         except BaseException:
             traceback.print_exc()
         finally:
+            self._send()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -148,10 +151,15 @@ class Forks:
         capture.start_global_capturing()
         capture.suspend_global_capture()
 
-    def _send(self, name: str, **told) -> None:
+    def _hold(self, name: str, **told) -> None:
         if self.out is not None:
-            data = pickle.dumps((name, told))
-            data = len(data).to_bytes(SIZE, "little") + data
+            self.held.append(pickle.dumps((name, told)))
+
+    def _send(self) -> None:
+        """Each piece wakes who is told, who takes a core from a test."""
+        if self.held:
+            data = pickle.dumps(self.held)
+            data, self.held = len(data).to_bytes(SIZE, "little") + data, []
             while data:
                 data = data[os.write(self.out, data) :]
 
@@ -159,18 +167,20 @@ class Forks:
     def pytest_runtest_logreport(self, report):
         if self.out is not None:
             data = self.hook.pytest_report_to_serializable(config=self.config, report=report)
-            self._send("pytest_runtest_logreport", report=data)
+            self._hold("pytest_runtest_logreport", report=data)
 
     def pytest_runtest_logstart(self, nodeid, location):
-        self._send("pytest_runtest_logstart", nodeid=nodeid, location=location)
+        self._hold("pytest_runtest_logstart", nodeid=nodeid, location=location)
 
+    @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid, location):
-        self._send("pytest_runtest_logfinish", nodeid=nodeid, location=location)
+        self._hold("pytest_runtest_logfinish", nodeid=nodeid, location=location)
+        self._send()
 
     def pytest_warning_recorded(self, warning_message, when, nodeid, location):
         text = f"{warning_message.category.__name__}: {warning_message.message}"
         warning = (text, warning_message.filename, warning_message.lineno)
-        self._send("pytest_warning_recorded", warning=warning, when=when, nodeid=nodeid, location=location)
+        self._hold("pytest_warning_recorded", warning=warning, when=when, nodeid=nodeid, location=location)
 
 
 def read(file: int, size: int) -> bytes:

@@ -13,9 +13,10 @@ Calls (divisions, a trap's message) are taken to return and to change nothing th
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 WAIT, TRIGGER = "ACQBULK", "PREEXIT"
 READS = ("LDG", "LD", "LDGSTS", "UBLKCP", "ATOMG", "ATOM")
@@ -29,6 +30,7 @@ _LABEL = re.compile(r"(\.L_[\w]+):")
 _SECTION = re.compile(r"\.text\.(\S+):")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _REGISTER = re.compile(r"(?<![\w.])(U?)R(\d+)")
+_DESTINATION = re.compile(r"U?R\d+(\.reuse)?")
 _PREDICATE = re.compile(r"!?U?P(\d|T|R)")  # PR: all of them
 _CONSTANT = re.compile(r"c\[0x0\]\[(U?R\d+)?\+?(0x[0-9a-f]+)?\]")
 
@@ -57,9 +59,8 @@ class Function:
     waits: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
-    text: str
     opcode: str
     guard: str | None  # the predicate under which it runs
     target: str | None
@@ -67,6 +68,8 @@ class _Step:
     keeps: bool = False  # what was in the registers may still be there
     clears: tuple[int, ...] = ()  # registers that are written
     sources: tuple[int, ...] = ()
+    constants: tuple[tuple[bool, int], ...] = ()  # of the bank with the parameters: chosen at run time, offset
+    loads: bool = False  # one of them, into `clears`
     made: int = 0  # pointers that come from the constant bank
     pairs: tuple[tuple[int, int], ...] = ()  # of a wide load from the constant bank: register and its pointers
     address: tuple[int, ...] = ()
@@ -104,7 +107,7 @@ def _predicates(rest: str) -> tuple[str, ...]:
     """Those an instruction may write: in front of the first register, and right behind it."""
     written, registers = [], 0
     for operand in _operands(rest):
-        if _PREDICATE.fullmatch(operand):
+        if _is_predicate(operand):
             written.append(operand)
         elif registers == 1 or not _REGISTER.match(operand):
             break
@@ -113,6 +116,25 @@ def _predicates(rest: str) -> tuple[str, ...]:
     return tuple(written)
 
 
+@functools.cache
+def _source(operand: str, pair: bool) -> tuple[tuple[int, ...], tuple[tuple[bool, int], ...]]:
+    """(registers, constants) that it reads."""
+    constants = tuple((bool(index), int(offset or "0", 16)) for index, offset in _CONSTANT.findall(operand))
+    return _registers(_CONSTANT.sub("", operand) if constants else operand, pair), constants
+
+
+@functools.cache
+def _destination(operand: str) -> int | None:
+    """The register; None: no register, so shared memory or a barrier."""
+    return _registers(operand, False)[0] if _DESTINATION.fullmatch(operand) else None
+
+
+@functools.cache
+def _is_predicate(operand: str) -> bool:
+    return _PREDICATE.fullmatch(operand) is not None
+
+
+@functools.cache
 def _width(opcode: str) -> int:
     parts = opcode.split(".")
     if parts[0] in ("HMMA", "QMMA", "OMMA", "IMMA", "LDSM"):
@@ -123,6 +145,59 @@ def _width(opcode: str) -> int:
     return 2 if wide else 1
 
 
+@functools.lru_cache(maxsize=1 << 15)  # a kernel repeats itself
+def _step(guard: str | None, opcode: str, rest: str) -> _Step:
+    """What an instruction does, whichever kernel has it: without what is in the constant bank."""
+    target = _TARGET.search(rest)
+    step = _Step(opcode, guard, target[1] if target else None, _predicates(rest))
+    name = opcode.partition(".")[0]
+    if name in _ENDS:
+        further = "." in opcode or rest.strip().startswith(("P", "!P", "UP", "!UP"))  # BRA.DIV, EXIT P1
+        step.conditional = name != "RET" and (step.guard is not None or further)
+        return step
+    if name in READS or name in WRITES:
+        _memory(step, name, rest)
+    else:
+        _arithmetic(step, name, rest)
+    return step
+
+
+def _memory(step: _Step, name: str, rest: str) -> None:
+    brackets = re.findall(r"(desc\[UR\d+\])?\[([^\]]*)\]", rest)
+    if name == "UBLKCP":
+        step.address = tuple(_registers(brackets[1][1], True))
+        return
+    inside = brackets[-1][1]
+    step.address = tuple(r for part in inside.split("+") for r in _registers(part, "64" in part or "UR" in part))
+    if name in ("LDG", "LD", "ATOMG", "ATOM"):
+        destination = next(iter(_registers(rest.partition("[")[0].replace("desc", ""), False)), None)
+        if destination is not None:
+            step.clears = tuple(range(destination, destination + _width(step.opcode)))
+
+
+def _arithmetic(step: _Step, name: str, rest: str) -> None:
+    if "SETP" in name or name in ("R2P", "R2UP"):
+        return  # predicates
+    operands = _operands(rest)
+    first = next((i for i, o in enumerate(operands) if not _is_predicate(o)), None)
+    if first is None or (register := _destination(operands[first])) is None:
+        return
+    width = _width(step.opcode)
+    step.clears = tuple(range(register, register + width))
+    if name.startswith(("LDS", "H", "Q", "F", "MUFU", "S2", "CS2", "POPC", "MATCH", "VOTE")):
+        return  # what it makes is no pointer
+    step.keeps = step.guard is not None
+    step.loads = name in ("LDC", "LDCU", "ULDC")
+    if step.loads:
+        found = _CONSTANT.search(rest)  # None: another bank
+        step.constants = ((bool(found[1]), int(found[2] or "0", 16)),) if found else ()
+        return
+    for i, operand in enumerate(operands[first + 1 :], 1):
+        registers, constants = _source(operand, width == 2 and ("WIDE" not in step.opcode or i == 3))
+        step.sources += registers
+        step.constants += constants
+
+
 class _Reader:
     """Turns lines into steps; `base`: of the parameters in the constant bank, `pointers`: their offsets."""
 
@@ -130,68 +205,26 @@ class _Reader:
         self.bits = {offset: 1 << i for i, offset in enumerate(sorted(pointers))}
         self.at = {base + offset + half: bit for offset, bit in self.bits.items() for half in (0, 4)}
 
-    def constant(self, index: str | None, offset: int) -> int:
-        return ANY if index else self.at.get(offset, 0)
+    def constant(self, is_chosen: bool, offset: int) -> int:
+        return ANY if is_chosen else self.at.get(offset, 0)
 
     def step(self, line: str) -> _Step | None:
         found = _LINE.match(line)
         if found is None:
             return None
-        guard, opcode, rest = found[2], found[3], found[4]
-        target = _TARGET.search(rest)
-        step = _Step(line.strip(), opcode, guard, target[1] if target else None, _predicates(rest))
-        name = opcode.partition(".")[0]
-        if name in _ENDS:
-            further = "." in opcode or rest.strip().startswith(("P", "!P", "UP", "!UP"))  # BRA.DIV, EXIT P1
-            step.conditional = name != "RET" and (step.guard is not None or further)
+        step = _step(*found.group(2, 3, 4))
+        if not step.constants:
             return step
-        if name in READS or name in WRITES:
-            self._memory(step, name, rest)
-        else:
-            self._arithmetic(step, name, rest)
-        return step
-
-    def _memory(self, step: _Step, name: str, rest: str) -> None:
-        brackets = re.findall(r"(desc\[UR\d+\])?\[([^\]]*)\]", rest)
-        if name == "UBLKCP":
-            step.address = tuple(_registers(brackets[1][1], True))
-            return
-        inside = brackets[-1][1]
-        step.address = tuple(r for part in inside.split("+") for r in _registers(part, "64" in part or "UR" in part))
-        if name in ("LDG", "LD", "ATOMG", "ATOM"):
-            destination = next(iter(_registers(rest.partition("[")[0].replace("desc", ""), False)), None)
-            if destination is not None:
-                step.clears = tuple(range(destination, destination + _width(step.opcode)))
-
-    def _arithmetic(self, step: _Step, name: str, rest: str) -> None:
-        if "SETP" in name or name in ("R2P", "R2UP"):
-            return  # predicates
-        operands = _operands(rest)
-        first = next((i for i, o in enumerate(operands) if not _PREDICATE.fullmatch(o)), None)
-        if first is None or not re.fullmatch(r"U?R\d+(\.reuse)?", operands[first]):
-            return  # shared memory, barriers
-        register, width = _registers(operands[first], False)[0], _width(step.opcode)
-        step.clears = tuple(range(register, register + width))
-        if name.startswith(("LDS", "H", "Q", "F", "MUFU", "S2", "CS2", "POPC", "MATCH", "VOTE")):
-            return  # what it makes is no pointer
-        step.keeps = step.guard is not None
-        if name in ("LDC", "LDCU", "ULDC"):
-            if found := _CONSTANT.search(rest):  # else another bank
-                index, offset = found[1], int(found[2] or "0", 16)
-                step.pairs = tuple((r, self.constant(index, offset + 4 * i)) for i, r in enumerate(step.clears))
-            return
-        sources = []
-        for i, operand in enumerate(operands[first + 1 :], 1):
-            pair = width == 2 and ("WIDE" not in step.opcode or i == 3)
-            sources += _registers(_CONSTANT.sub("", operand), pair)
-            for index, offset in _CONSTANT.findall(operand):
-                step.made |= self.constant(index, int(offset or "0", 16))
-        step.sources = tuple(sources)
+        if step.loads:
+            ((is_chosen, offset),) = step.constants
+            pairs = tuple((r, self.constant(is_chosen, offset + 4 * i)) for i, r in enumerate(step.clears))
+            return replace(step, pairs=pairs)
+        return replace(step, made=functools.reduce(operator.or_, (self.constant(*one) for one in step.constants)))
 
 
-def _blocks(lines: list[str], reader: _Reader) -> tuple[list[list[_Step]], list[list[int]]]:
-    """Straight runs of steps, and where each goes on."""
-    blocks: list[list[_Step]] = [[]]
+def _blocks(lines: list[str], reader: _Reader) -> tuple[list[list[tuple[_Step, str]]], list[list[int]]]:
+    """Straight runs of steps, each with its line, and where each run goes on."""
+    blocks: list[list[tuple[_Step, str]]] = [[]]
     labels: dict[str, int] = {}
     for line in lines:
         if found := _LABEL.match(line):
@@ -199,17 +232,17 @@ def _blocks(lines: list[str], reader: _Reader) -> tuple[list[list[_Step]], list[
                 blocks.append([])
             labels[found[1]] = len(blocks) - 1
         elif (step := reader.step(line)) is not None:
-            blocks[-1].append(step)
+            blocks[-1].append((step, line))
             if step.opcode.partition(".")[0] in _ENDS:
                 blocks.append([])
     follow: list[list[int]] = []
     for i, block in enumerate(blocks):
-        last, after = block[-1] if block else None, [i + 1] if i + 1 < len(blocks) else []
+        (last, line), after = block[-1] if block else (None, ""), [i + 1] if i + 1 < len(blocks) else []
         if last is None or last.opcode.partition(".")[0] not in _ENDS:
             follow.append(after)
             continue
         is_end = last.opcode.partition(".")[0] in ("EXIT", "RET")
-        assert is_end or last.target is not None, f"who knows where this goes: {last.text}"
+        assert is_end or last.target is not None, f"who knows where this goes: {line.strip()}"
         jumps = [labels[last.target]] if last.target is not None else []
         follow.append(jumps + (after if last.conditional else []))
     return blocks, follow
@@ -264,7 +297,7 @@ def analyse(lines: list[str], base: int, pointers: Iterable[int]) -> Function:
     while pending:
         at = pending.pop()
         state, past = _State(states[at]), waited[at]
-        for step in blocks[at]:
+        for step, _ in blocks[at]:
             if step.opcode == WAIT and not step.guard is not None:
                 past = True
             state.run(step)
@@ -286,8 +319,8 @@ def analyse(lines: list[str], base: int, pointers: Iterable[int]) -> Function:
     return result
 
 
-def _collect(result: Function, block: list[_Step], state: _State, past: bool, reader: _Reader) -> None:
-    for step in block:
+def _collect(result: Function, block: list[tuple[_Step, str]], state: _State, past: bool, reader: _Reader) -> None:
+    for step, line in block:
         name = step.opcode.partition(".")[0]
         if step.opcode == WAIT:
             result.waits += 1
@@ -295,11 +328,11 @@ def _collect(result: Function, block: list[_Step], state: _State, past: bool, re
         elif step.opcode == TRIGGER:
             result.triggers.append(past)
         elif name in ("EXIT", "RET") and not past:
-            result.ends_without_wait.append(step.text)
+            result.ends_without_wait.append(line.strip())
         elif name in READS or name in WRITES:
             made = state.pointers(step.address, step.guard)
             named = frozenset(offset for offset, bit in reader.bits.items() if made & bit)
-            access = Access(step.opcode, named, bool(made & ANY), not past, step.text)
+            access = Access(step.opcode, named, bool(made & ANY), not past, line.strip())
             if name in READS:
                 result.reads.append(access)
             if name in WRITES:

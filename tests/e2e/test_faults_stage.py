@@ -125,7 +125,7 @@ echo 500
 
 
 @pytest.fixture
-def stage(tmp_path):
+def stage(tmp_path, torch_python):
     """stage(*options, faults="") -> (CompletedProcess, {(case, metric): row}, the stage file)."""
     files = {"tools/run_engine.py": HARNESS, "site/sglang/__init__.py": "", "build/sitecustomize.py": ""}
     files |= {"site/sglang/launch_server.py": LAUNCH_SERVER, "bin/nvidia-smi": NVIDIA_SMI}
@@ -137,7 +137,7 @@ def stage(tmp_path):
     out = tmp_path / "out"
 
     def run(*options: str, faults: str = ""):
-        line = [sys.executable, str(HERE / "faults_stage.py"), "--harness", str(tmp_path / "tools"), "--out", str(out)]
+        line = [*torch_python(), str(HERE / "faults_stage.py"), "--harness", str(tmp_path / "tools"), "--out", str(out)]
         line += [
             "--patch",
             str(tmp_path / "build"),

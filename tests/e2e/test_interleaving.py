@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,7 +80,7 @@ def script():
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, torch_python):
     for name, text in {"harness/run_engine.py": HARNESS, "site/sglang/__init__.py": SGLANG}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True)
@@ -92,7 +91,7 @@ def run(tmp_path):
     (tmp_path / "patch/deepseek_v4_sm120/__init__.py").write_text('OPS = ("sparse_decode", "mhc")\n')
 
     def call(*more, **environment):
-        line = [sys.executable, str(HERE / "interleaving.py"), "--harness", str(tmp_path / "harness"), *more]
+        line = [*torch_python(), str(HERE / "interleaving.py"), "--harness", str(tmp_path / "harness"), *more]
         line += ["--patch", str(tmp_path / "patch"), "--out", str(tmp_path / "out")]
         path = os.environ | {"PYTHONPATH": str(tmp_path / "site")} | environment
         return subprocess.run(line, env=path, capture_output=True, text=True, timeout=120)

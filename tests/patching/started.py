@@ -19,12 +19,17 @@ from tests.patching.wheels import packages, unpacked
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 CONFIG = json.loads((HERE.parent / "data/flash_config.json").read_text())
+CONFIGURED = ("qwen2", "glm_ocr", "siglip", "deepseek_v3", "lfm2", "lfm2_moe", "lfm2_vl", "falcon_mamba", "mamba")
+CONFIGURED += ("mamba2", "gpt_oss", "qwen3", "qwen3_moe", "gemma4", "whisper")
 LOADED = (
     *("sm120_machine", "torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx", "transformers"),
     *("transformers.modeling_layers", "transformers.models.llama", "requests", "pydantic", "PIL.Image", "zmq"),
     *("fastapi", "fastapi.responses", "msgspec", "setuptools", "fsspec.caching", "pydantic.types", "zmq.asyncio"),
     *("torch.utils.cpp_extension", "torch._inductor.compiler_bisector", "transformers.models.llama.modeling_llama"),
     *("transformers.models.auto.processing_auto", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl"),
+    *(f"transformers.models.{name}.configuration_{name}" for name in CONFIGURED),
+    *("einops", "pybase64", "zmq.auth.thread", "partial_json_parser", "numpy.typing", "huggingface_hub.hf_file_system"),
+    *("logging.handlers", "multiprocessing.shared_memory", "triton.tools.tensor_descriptor", "pydantic.v1"),
 )
 RESOLVES = """
     import json, os, sys

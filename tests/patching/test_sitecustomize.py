@@ -142,7 +142,9 @@ def test_a_server_and_its_children_warn_once(python, tree, tmp_path):
         assert done.stderr.count(words) == 1, words
 
 
-def test_a_relative_folder_for_reports_is_one_place_for_all_processes_of_a_server(python, tree, tmp_path):
+def test_a_relative_folder_for_reports_is_one_place_for_all_processes_of_a_server(
+    python, python_with_torch, tree, tmp_path
+):
     """Wherever they work; the first one says which, once, and so do `status` and what `doctor` asks."""
     script = tmp_path / "server.py"
     script.write_text("import os; os.chdir('/')\n" + textwrap.dedent(CHILDREN))
@@ -152,11 +154,12 @@ def test_a_relative_folder_for_reports_is_one_place_for_all_processes_of_a_serve
     words = f"DSV4_SM120_REPORT=reports is relative to {tmp_path}: here, and in what is started from here, it is"
     assert done.stderr.count(words) == 1 and done.stderr.count(f"it is {tmp_path / 'reports'};") == 1
     status = "from deepseek_v4_sm120.__main__ import main; main(['status'])"
-    for way in ({}, {"flags": ["-S"], "path": []}):  # -S: no sitecustomize, as where only `python -m` has our folder
-        shown = python(status, **started | way).stdout
+    # -S: no sitecustomize, as where only `python -m` has our folder
+    for start, way in ((python_with_torch, {}), (python, {"flags": ["-S"], "path": []})):
+        shown = start(status, **started | way).stdout
         assert shown.count(f"warning: {words}") == 1 and shown.count("\npid ") == 3
     absolute = {"env": {"DSV4_SM120_REPORT": str(tmp_path / "reports")}, "path": [tree()]}
-    assert "is relative to" not in python(status, **absolute).stdout + python(script, **absolute).stderr
+    assert "is relative to" not in python_with_torch(status, **absolute).stdout + python(script, **absolute).stderr
 
 
 def test_a_relative_profile_is_the_same_file_for_all_processes(python, tree, tmp_path):
@@ -202,7 +205,7 @@ def test_a_finder_in_front_of_ours_leaves_nothing_unpatched(python, tree):
     assert python(textwrap.dedent(TYPEGUARD) + IS_PATCHED, path=[host], env=SEAMS).stdout == "True\n"
 
 
-def test_the_second_door_patches_what_the_finder_in_front_brought_in(python, tree):
+def test_the_second_door_patches_what_the_finder_in_front_brought_in(python_with_torch, tree):
     """What SGLang's load_plugins() calls, once the modules are there."""
     door = """
         import sglang.srt.server_args as module
@@ -216,7 +219,7 @@ def test_the_second_door_patches_what_the_finder_in_front_brought_in(python, tre
         from sglang.srt.layers.attention import deepseek_v4_backend
         print(deepseek_v4_backend._is_sm120)
     """
-    done = python(textwrap.dedent(TYPEGUARD) + textwrap.dedent(door), path=[tree()], env=SEAMS)
+    done = python_with_torch(textwrap.dedent(TYPEGUARD) + textwrap.dedent(door), path=[tree()], env=SEAMS)
     assert done.stdout == "True True ['APPLIED', 'READY']\nTrue\n"
 
 

@@ -17,6 +17,12 @@ BAD = {
 STATUS = "import sys; from deepseek_v4_sm120.__main__ import main; sys.exit(main(['status', '--json']))"
 
 
+@pytest.fixture
+def python(python_with_torch):
+    """`status` and the preflight import it."""
+    return python_with_torch
+
+
 def broken(tree, name, kind):
     host = tree()
     (host / name).write_bytes(BAD[kind])

@@ -274,7 +274,7 @@ def test_multiprocessors_are_told_while_a_case_runs():
 
 A, B, EXPAND = "void dsv4::a::a_kernel(int)", "void dsv4::a::b_kernel(int)", "void dsv4::wo_a::expand_kernel(int)"
 # what each tool is told to look at is written to a file beside its log
-SANITIZER = """#!{python}
+SANITIZER = """#!{python} -IS
 import json, pathlib, sys
 words = sys.argv[1:]
 log, tool = pathlib.Path(words[words.index("--log-file") + 1]), words[words.index("--tool") + 1]
@@ -444,10 +444,11 @@ def test_requests_that_make_no_sense_are_refused(capsys, monkeypatch):
     assert check.main(["memcheck"]) == 1 and "no compute-sanitizer" in capsys.readouterr().out
 
 
-def test_a_process_says_what_it_ran_and_what_was_wrong(tmp_path):
+def test_a_process_says_what_it_ran_and_what_was_wrong(tmp_path, torch_python):
     """Here no card is seen, so each call fails, and the process with them."""
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "tests.sanitizer.cases", "router_topk", "--out", str(out)]
+    as_module = "import runpy; runpy.run_module('tests.sanitizer.cases', run_name='__main__', alter_sys=True)"
+    command = [*torch_python(), "-c", as_module, "router_topk", "--out", str(out)]
     hidden = {**check.os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=check.REPO, env=hidden, capture_output=True, text=True)
     names, told = [case.name for case in cases.OPERATORS["router_topk"]()], json.loads(out.read_text())
@@ -458,13 +459,13 @@ def test_a_process_says_what_it_ran_and_what_was_wrong(tmp_path):
     assert done.returncode == 2 and "router_topk has no another" in done.stderr
 
 
-def test_a_process_says_which_call_it_ended_in(tmp_path):
+def test_a_process_says_which_call_it_ended_in(tmp_path, torch_python):
     out = tmp_path / "out.json"
     program = (
         "import os, sys, torch; from tests.sanitizer import cases; torch.cuda.synchronize = lambda: None;"
         "one, two = cases.Case('one', lambda d: None), cases.Case('two', lambda d: os._exit(6));"
         "cases.OPERATORS['mhc'] = lambda: [one, two]; sys.exit(cases.main())"
     )
-    ended_in = subprocess.run([sys.executable, "-c", program, "mhc", "--out", str(out)], cwd=check.REPO)
+    ended_in = subprocess.run([*torch_python(), "-c", program, "mhc", "--out", str(out)], cwd=check.REPO)
     assert ended_in.returncode == 6
     assert json.loads(out.read_text()) == {"done": ["one"], "failures": {}, "under_way": "two", "kernels": None}
