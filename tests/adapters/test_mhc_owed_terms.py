@@ -89,12 +89,12 @@ def test_where_the_sum_is_not_in_a_boundary_terms_are_whole(name, group):  # noq
 def alone(group, monkeypatch):  # noqa: F811
     """One card."""
     group.ca_comm, group.world_size = None, 1
-    monkeypatch.setattr(adapter.op, "takes_own_terms", lambda like: len(like) <= 8)
+    monkeypatch.setattr(adapter.op, "takes_own_terms", lambda like: True)
     return group
 
 
 def test_on_one_card_a_product_comes_to_the_boundary_itself(alone, made, monkeypatch):
-    term, given = of_wo_b(8), []
+    term, given = of_wo_b(mhc_sum.OWN_ROWS), []
     assert of_wo_b(9) is None and of_experts(3) is None and not made
     monkeypatch.setattr(boundary.op, "mhc", lambda f, *_, **options: given.append((f, options)) or (f, f, f, f))
     numbers = (1e-6, 1e-6, 1e-6, 2.0, 20)
