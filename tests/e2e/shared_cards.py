@@ -10,7 +10,7 @@ What agrees is shown; what does not needs cards of its own. Seen on H200s (drive
 0.5.23): of three engines of four ranks on a card two answered all. The third stood still with every rank at work on the
 card, twice in two tries, and both times the processes of another engine had just ended on that machine: so one call at
 a time. Eight ranks on two cards were stopped in their capture, 93 s after its begin. GPU tests on a
-third of the multiprocessors, four processes at once: seven of wo_a above 256 rows (an expansion of ours, torch.bmm) had
+third of the multiprocessors, four processes at once: six of wo_a above 256 rows (an expansion of ours, torch.bmm) had
 wrong outputs, and launches told of memory that was free ("out of memory"); on a whole card neither. Whose fault the
 former was is not known.
 """
