@@ -97,7 +97,8 @@ def test_all_streams_at_full_length_come_first():
     least = plan.pools.tokens(_room(plan) - short)
     assert 8 * 290_048 <= least < 8 * 290_048 + 16_384 and 0.6e9 < short < 0.8e9
     assert plan.prefix_tails > memory.CACHED_PREFIXES * 8
-    assert any("tokens drops what other conversations have cached" in note for note in plan.notes)
+    (dropped,) = [note for note in plan.notes if "tokens drops what other conversations have cached" in note]
+    assert "fewer streams" in dropped
     roomy = launch.make(request(concurrency=8, context=65_536))
     assert not any("tokens drops what" in note for note in roomy.notes)
 
@@ -113,6 +114,14 @@ def test_all_streams_at_full_length_come_first():
 def test_elsewhere_it_stays_sglangs_number(changes):
     plan = launch.make(request(context=131_072, **changes))
     assert plan.prefix_tails is None and "--swa-prefix-tails" not in flags(plan)
+
+
+def test_where_no_plan_keeps_more_it_says_why():
+    """And not that fewer streams would help, of which each has windows of its own."""
+    own = tuple(op for op in launch.OPS if op != "sparse_decode")
+    plan = launch.make(request(context=262_144, concurrency=8, replaced=own))
+    (dropped,) = [note for note in plan.notes if "tokens drops what other conversations have cached" in note]
+    assert "holds a copy of each sliding window" in dropped and "fewer streams" not in dropped
 
 
 def test_as_many_as_doctor_says_keep_that_many_tokens():

@@ -290,7 +290,7 @@ ADVICE = {
 ADVICE_OF_MANY = {
     EAGLE: Advice(
         1,
-        "up to 8 streams within 6% of the best depth on two cards, 11 on four, 15 on eight, by bytes at 80% acceptance",
+        "up to 8 streams within 6% of the best depth on two cards, 11 on four, 21 on eight, by bytes at 80% acceptance",
     ),
     DSPARK: Advice(3, "the best of a sweep with many agents on four cards, 10% ahead of 7 (vllm-project/recipes #967)"),
 }

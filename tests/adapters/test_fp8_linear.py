@@ -200,7 +200,7 @@ def test_versions_without_a_switch_have_none(served):
 
 
 def test_the_shared_experts_products_are_whole(served, monkeypatch):
-    """Of the layer that runs, and no other layer's or product's; not of more rows than gain by it."""
+    """Of the layer of one card that runs, and no other layer's or product's; not of more rows than gain by it."""
     asked, (method, *_, rows) = [], make()
     x = rows[: adapter.WHOLE_ROWS]
     monkeypatch.setattr(adapter.op, "fp8_linear", lambda *given, whole: asked.append(whole) or x)
@@ -208,14 +208,16 @@ def test_the_shared_experts_products_are_whole(served, monkeypatch):
     shared = SimpleNamespace(gate_up_proj=gate_up, down_proj=down)
     running = SimpleNamespace(mlp=SimpleNamespace(shared_experts=shared))
     apply = adapter.replace_apply(original)
-    with adapter.layers.enter(running):
+    with adapter.layers.enter(running, has_sum=False):
         for linear in (gate_up, down, other):
             apply(method, linear, x)
         apply(method, gate_up, rows)
-    with adapter.layers.enter(SimpleNamespace(mlp=SimpleNamespace(shared_experts=None))):
+    with adapter.layers.enter(running, has_sum=True):
+        apply(method, gate_up, x)
+    with adapter.layers.enter(SimpleNamespace(mlp=SimpleNamespace(shared_experts=None)), has_sum=False):
         apply(method, gate_up, x)
     apply(method, gate_up, x)
-    assert len(rows) == len(x) + 1 and asked == [True, True, False, False, False, False]
+    assert len(rows) == len(x) + 1 and asked == [True, True, False, False, False, False, False]
 
 
 @pytest.mark.parametrize("keep", ["1", "ours"])

@@ -378,6 +378,14 @@ def test_versions_against_sglangs_own_pins(tmp_path):
         found.status |= {"patches": patches, "settings": settings}
         found.environ = environ
         assert finding(software_checks.checks(found), "versions").state == state, (sglang, settings, environ)
+    found.versions["sglang"], triton = "0.5.15", {software_checks.ATTENTION_VARIABLE: "triton"}
+    for here, servers, state in (
+        (nothing, [triton], OK),
+        (triton, [nothing], FAIL),  # what is said to this command is not said to the server
+        (nothing, [triton, nothing], FAIL),
+    ):
+        found.environ, found.server_environ = here, dict(enumerate(servers))
+        assert finding(software_checks.checks(found), "versions").state == state, (here, servers)
 
 
 @pytest.mark.parametrize(

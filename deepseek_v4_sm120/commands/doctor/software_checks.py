@@ -136,9 +136,9 @@ def _versions(facts: Facts) -> Iterator[Finding]:
 
 
 def _runs_its_own_attention(facts: Facts) -> bool:
-    """By FlashInfer, that is, as where nothing is said."""
-    environs = (facts.environ, *facts.server_environ.values())
-    if any(environ.get(ATTENTION_VARIABLE, "flashinfer") != "flashinfer" for environ in environs):
+    """By FlashInfer, that is, as where nothing is said: to the servers that run, or where none does, here."""
+    environs = list(facts.server_environ.values()) or [facts.environ]
+    if all(environ.get(ATTENTION_VARIABLE, "flashinfer") != "flashinfer" for environ in environs):
         return False
     rows = served.patches(facts) if facts.status is not None else []
     is_ours = any(row["patch"] == "sparse_decode" and row["state"] in ("READY", "APPLIED") for row in rows)

@@ -355,9 +355,11 @@ def _notes(plan: Plan) -> None:
             "between the cards will be NCCL's, as in the column of the ceilings"
         )
     if plan.fits and plan.kept_prefixes is not None and plan.kept_prefixes < r.context:
+        way = "fewer streams, or a shorter --context, leave room for more sliding windows (--swa-prefix-tails)"
+        if not r.may_keep_prefixes:
+            way = "SGLang's own attention holds a copy of each sliding window, so the plan keeps no more of them"
         plan.notes.append(
-            f"a prompt of more than {plan.kept_prefixes:,} tokens drops what other conversations have cached: fewer "
-            "streams, or a shorter --context, leave room for more sliding windows (--swa-prefix-tails)"
+            f"a prompt of more than {plan.kept_prefixes:,} tokens drops what other conversations have cached: {way}"
         )
     if plan.fits and r.in_use_mib > IDLE_MEMORY_MIB:
         lacks = math.ceil(plan.fraction * (r.in_use_mib << 20) / plan.pools.token_bytes)

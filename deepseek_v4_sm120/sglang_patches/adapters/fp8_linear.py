@@ -10,7 +10,8 @@ already quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales 
 read (DeepGEMM's packed scales, blocks other than 128 x 128).
 
 Of few rows of wo_b the last addition is left to the boundary that makes the sum between the cards, or on one card to
-the one behind it: mhc_owed_terms.py. The shared expert's few rows are not made in parts (fp8_linear's `whole`).
+the one behind it: mhc_owed_terms.py. On one card the shared expert's few rows are not made in parts (fp8_linear's
+`whole`): several cards' were not timed so.
 
 wo_a, grouped and applied by the model itself, is an operator of its own: wo_a.py beside this file.
 """
@@ -71,8 +72,10 @@ def keeps(method, layer) -> bool:
 
 
 def is_beside_others(linear) -> bool:
-    """Whether it is the running layer's shared expert's, whose kernels wait for places between the routed experts':
-    what has a launch less behind it comes to its place sooner."""
+    """Whether it is the running layer's shared expert's, of one card, whose kernels wait for places between the routed
+    experts': what has a launch less behind it comes to its place sooner."""
+    if layers.known.get("has_sum", True):  # outside of a layer, too
+        return False
     shared = getattr(getattr(layers.layer, "mlp", None), "shared_experts", None)
     return shared is not None and (linear is shared.gate_up_proj or linear is shared.down_proj)
 

@@ -60,7 +60,8 @@ class SumOfFewRows(OwedSum):
 
 
 def replace_layer_forward(original: Callable) -> Callable:
-    """For the decoder layer's forward."""
+    """For the decoder layer's forward. On one card, which has no such sum, only wo_b's last addition may be left to the
+    boundary behind it (mhc_owed_terms.py)."""
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):

@@ -588,7 +588,7 @@ PROMPTS_ASIDE = Patch(
 KNOWN_SCHEMAS = Patch(
     name="known_schemas",
     why="the schema of each tool is judged anew with each request that brings it, in the loop that answers over HTTP: "
-    "with an agent's hundred tools all streams stand still for a second at each of its turns",
+    "with an agent's hundred tools all streams stand still for half a second and more at each of its turns",
     targets=(targets_of_fix("known_schemas")(VALIDATOR, "validator", Bound()),),
     retire="when SGLang judges a schema once, or not in that loop",
 )

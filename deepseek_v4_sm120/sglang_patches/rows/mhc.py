@@ -10,9 +10,9 @@ What each version has (the preview image, older than 0.5.12, was not looked at: 
     0.5.23            the same calls behind layer boundaries (models/deepseek_v4_boundary.py), class renamed;
                       DeepSeek-V4.1 (hidden 5120, `pre` of the sublayer before) is SGLang's
 
-The layers' forward is ours for the sums between the cards that are put off into the boundaries: from 0.5.13 on, which
-has both them and the object that makes the sums. A layer whose batches take turns (two-batch overlap) runs its parts by
-themselves; what they ask for is summed there.
+The layers' forward is ours for the sums between the cards that are put off into the boundaries, and on one card for
+wo_b's last addition: from 0.5.13 on, which has both them and the object that makes the sums. A layer whose batches
+take turns (two-batch overlap) runs its parts by themselves; what they ask for is summed there.
 """
 
 from deepseek_v4_sm120.patching.contract import Parameters
