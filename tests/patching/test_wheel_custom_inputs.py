@@ -20,6 +20,7 @@ ODD = (  # JSON that no encoder writes, and what is none
     '{"input": "high \\ud83d\\u0041"}',
     '{"input": "\\u12g4"}',
     '{"other": ": ", "input" : "b\\\\"}',
+    '{"input of": "b", "input": "a"}',
     '{"input": 5}',
     '{"input": {"input": "a"}}',
     '{"text": "a"}',
@@ -69,10 +70,11 @@ def test_each_character_is_read_once(version, served_card, monkeypatch):
     monkeypatch.setattr(long_calls, "TEXT", SimpleNamespace(match=match))
     ours, written = long_calls.replace_custom_input(stock(version)), json.dumps({"input": PATCH})
     others = [json.dumps({"input": f"{i}{PATCH}"}) for i in range(long_calls.STREAMS - 1)]
-    for end in range(0, len(written) + 1, 40):
-        for one in (written, *others):
-            ours(one[:end])
-    wanted = [json.dumps(ours(one[:end])) for one in (written, *others)]
+    texts, ends = (written, *others), range(0, len(written) + 1, 40)
+    steps = [text[:end] for end in ends[:20] for text in texts]
+    for step in steps + [text[:end] for text in texts for end in ends[20:]]:  # in turns, then one behind the other
+        ours(step)
+    wanted = [json.dumps(ours(text[: ends[-1]])) for text in texts]
     assert sum(read) == sum(map(len, wanted)) - 2 * len(wanted) > 70_000
 
 

@@ -91,7 +91,7 @@ def replace_custom_input(original: Callable) -> Callable:
         start = START.search(buffer)
         if start is None:
             return ""
-        last = max((one for one in known if buffer.startswith(one[0])), key=lambda one: one[1], default=None)
+        last = next((one for one in known if buffer.startswith(one[0])), None)
         _, at, text = last or ("", start.end(), "")
         whole = TEXT.match(buffer, at)
         at, text = whole.end(), text + json.loads(f'"{whole.group()}"', strict=False)
