@@ -456,6 +456,7 @@ TREE_0_5_17 = {
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
     "sglang/srt/entrypoints/openai/serving_responses.py": RESPONSES,
+    "sglang/srt/entrypoints/openai/responses_adapters.py": "def decode_custom_tool_input_prefix(buffer): pass\n",
     "sglang/srt/sampling/sampling_params.py": SAMPLING_PARAMS,
     **dict.fromkeys((f"sglang/srt/managers/{name}_manager.py" for name in ("detokenizer", "tokenizer")), ANSWERS),
     "sglang/srt/layers/moe/topk.py": CHOICE,

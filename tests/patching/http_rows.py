@@ -15,9 +15,9 @@ EVERYWHERE = {
     "known_schemas": http.VALIDATOR,
 }
 LAST_OF_TURNS = {False: http.MESSAGES, True: http.RECIPE}  # since recipe
+LAST_OF_CALLS = {False: http.CHAT, True: http.CUSTOM_INPUT}  # since a call is told when it is whole
 BETWEEN = {  # where, from a release on, before another
     "tool_strings": (http.PARSE, "0.5.12", "0.5.23"),
-    "long_calls": (http.CHAT, "0.5.12", "0.5.21"),
     "think_marks": (http.READER, "0.5.12", "0.5.23"),
     "developer_messages": (http.CHAT, "0.5.12", "0.5.23"),
     "unchosen_tools": (http.CHAT, "0.5.12", "0.5.22"),
@@ -41,4 +41,5 @@ BETWEEN = {  # where, from a release on, before another
 
 def expected(version: str) -> dict[str, str]:
     there = {name: where for name, (where, *ends) in BETWEEN.items() if [since(version, end) for end in ends] == [1, 0]}
-    return EVERYWHERE | there | {"last_turns": LAST_OF_TURNS[since(version, "0.5.23")]}
+    turns, calls = LAST_OF_TURNS[since(version, "0.5.23")], LAST_OF_CALLS[since(version, "0.5.21")]
+    return EVERYWHERE | there | {"last_turns": turns, "long_calls": calls}

@@ -8,12 +8,18 @@ there grows by the square of its length, and all streams wait for it. No thread 
 Here what two steps share is found by halving, the same text; and behind each 4,096 characters one more step is kept
 until the parser is asked for all of them at once: the arguments are those of a stream of longer steps. At a tag of the
 call's, and with the last step, it is asked at once. This runs where no GPU is asked.
+
+From 0.5.20 on a custom tool's call over /v1/responses (Codex's apply_patch) has its text told, too, and for it all of
+the call's JSON is read anew with each step, character by character in Python: 6 ms a step behind a patch of 40,000
+characters. Here a step goes on where the last one ended, the same text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import re
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
@@ -22,6 +28,11 @@ from deepseek_v4_sm120.sglang_patches.fixes.tool_strings import is_ours
 EACH = 4096  # characters that were written of a call, for each step that is kept
 MARK, TAG = "｜DSML｜", 64  # one token, which each tag has, and characters in which a tag is at its end
 KEPT = "_dsv4_sm120_kept"  # of a parser: the text that it was not asked for, and of how many steps
+STREAMS = 32  # whose texts are kept, to go on behind them; of more at once some are read from their beginning
+START = re.compile(r'"input"[^:]*:[^"]*"')  # what a custom tool's text stands behind
+HEX, HIGH, LOW = "[0-9a-fA-F]", "[dD][89abAB]", "[dD][c-fC-F]"
+WHOLE = rf'["\\/bfnrt]|u(?!{HIGH}){HEX}{{4}}|u{HIGH}{HEX}{{2}}\\u{LOW}{HEX}{{2}}'  # an escape, behind its backslash
+TEXT = re.compile(rf'[^"\\]*(?:\\(?:{WHOLE})[^"\\]*)*')  # of a JSON string, to its end or to what is not whole
 
 
 def replace_common_prefix(original: Callable) -> Callable:
@@ -67,3 +78,24 @@ def handed_on(parser, text: str, is_last: bool) -> str | None:
     is_due = is_last or steps >= len(written) // EACH or MARK in written[-TAG:] + text
     setattr(parser, KEPT, ("", 0) if is_due else (text, steps))
     return text if is_due else None
+
+
+def replace_custom_input(original: Callable) -> Callable:
+    """For decode_custom_tool_input_prefix(buffer) -> a custom tool's text, of its call's JSON so far."""
+    known = []  # (the JSON so far, how much of it was read, its text), the last one first
+
+    @functools.wraps(original)
+    def decode_custom_tool_input_prefix(buffer):
+        if not models_served.has_served_card():
+            return original(buffer)
+        start = START.search(buffer)
+        if start is None:
+            return ""
+        last = next((one for one in known if buffer.startswith(one[0])), None)
+        _, at, text = last or ("", start.end(), "")
+        whole = TEXT.match(buffer, at)
+        at, text = whole.end(), text + json.loads(f'"{whole.group()}"', strict=False)
+        known[:] = [(buffer, at, text), *(one for one in known if one is not last)][:STREAMS]
+        return text
+
+    return decode_custom_tool_input_prefix

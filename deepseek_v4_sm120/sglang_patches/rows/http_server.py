@@ -33,6 +33,7 @@ OF_INPUT, OF_TRANSLATED = ("self", "request", "prev_response=None"), ("*", "tool
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 SAMPLING = "sglang.srt.sampling.sampling_params:SamplingParams"
 VALIDATOR = f"{OPENAI}.serving_chat:Draft202012Validator"
+CUSTOM_INPUT = f"{OPENAI}.responses_adapters:decode_custom_tool_input_prefix"
 FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
@@ -75,6 +76,7 @@ LONG_CALLS = Patch(
     why="what was written of a call is read anew with each step of a stream, in the loop that answers over HTTP: where "
     "a call writes a file of a hundred thousand characters, all other streams wait for tens of milliseconds a step",
     targets=(
+        _long_calls(CUSTOM_INPUT, "custom_input", Parameters(("buffer",), imported=True), ">=0.5.20,<0.6"),
         _long_calls(
             "sglang.srt.function_call.utils:_find_common_prefix",
             "common_prefix",
@@ -89,8 +91,7 @@ LONG_CALLS = Patch(
             ">=0.5.18,<0.5.21",
         ),
     ),
-    absent="from 0.5.21 on a call is told when it is whole, from 0.5.23 on read by DeepSeek's own parser",
-    retire="with SGLang 0.5.20",
+    retire="with SGLang 0.5.20; the first one when SGLang goes on where it was in a custom tool's call",
 )
 
 DISCONNECTS = Patch(
