@@ -28,6 +28,7 @@ class HostVersion:
         self.is_told = tells_release(told)
         self._table = table
         self._look = look
+        self._ranges: dict[str, bool] = {}  # specifiers -> whether what is told is in them
 
     def __str__(self) -> str:
         return f"{self.host} {self.told}" if self.told else f"{self.host} (which tells no version)"
@@ -134,7 +135,9 @@ class HostVersion:
         return version.is_devrelease and any(version < _version(begin) for begin in first)
 
     def _in_range(self, specifiers: str) -> bool:
-        return self._specifiers(specifiers).contains(self.told, prereleases=True)
+        if specifiers not in self._ranges:  # a table asks the same hundreds of times
+            self._ranges[specifiers] = self._specifiers(specifiers).contains(self.told, prereleases=True)
+        return self._ranges[specifiers]
 
     def _specifiers(self, text: str):
         try:

@@ -28,7 +28,7 @@ class Reads:
         sight, or was never told where it is, counts as there."""
         for name, *places in self.names.get(module, ()):
             homes = [_home(place, text) for place in places]
-            if None not in homes and not any(re.search(rf"\b{name}\b", text(home)) for home in homes):
+            if None not in homes and not any(_has(text(home), name) for home in homes):
                 return f"{' and '.join(places)} has no {name} any more, which what stands for it reads"
         return None
 
@@ -40,13 +40,18 @@ def _home(place: str, text: Text) -> str | None:
         found = text(module)
         if found is None:
             return None
-        if not kind or re.search(rf"\bclass {kind}\b", found):
+        if not kind or _has(found, f"class {kind}"):
             return module
         imported = re.search(rf"^\s*from (\S+) import (?:\([^)]*?|[^(\n]*?)\b{kind}\b", found, re.MULTILINE)
         if imported is None or imported[1].startswith("."):
             return None
         module = imported[1]
     return None
+
+
+def _has(text: str, words: str) -> bool:
+    """Whether the words stand there whole. A pattern that began with their border would be tried at every letter."""
+    return re.search(rf"{words}(?<!\w{words})\b", text) is not None
 
 
 def nothing() -> Reads:

@@ -165,7 +165,7 @@ class Release:
             block = _block(text, rf"(?:class|def|async def) {name}\b", r"^[^\s#)\]}]")
             if block is not None:
                 return block, module
-            imported = _import_of(text, name)
+            imported = _imports_of(text).get(name)
             if imported is None:
                 break
             up, path, name = imported
@@ -183,13 +183,14 @@ def _block(text: str, start: str, end: str) -> str | None:
     return text[found[-1].start() : behind.start() if behind else len(text)]
 
 
-def _import_of(text: str, name: str) -> tuple[str, str, str] | None:
-    """(dots, module, its name there) of a name that `from .. import ..` brings."""
+@functools.lru_cache(maxsize=512)
+def _imports_of(text: str) -> dict[str, tuple[str, str, str]]:
+    """Name that `from .. import ..` brings -> (dots, module, its name there), of the first that brings it."""
+    found = {}
     for up, path, names in re.findall(r"^\s*from (\.*)(\S*) import (\([^)]*\)|[^(\n]*)", text, re.MULTILINE):
         for given, known in re.findall(r"(\w+)(?:\s+as\s+(\w+))?", names):
-            if (known or given) == name:
-                return up, path, given
-    return None
+            found.setdefault(known or given, (up, path, given))
+    return found
 
 
 def _top(text: str) -> Iterator[str]:

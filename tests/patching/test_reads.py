@@ -36,6 +36,8 @@ def test_the_file_is_of_the_newest_release_and_of_today():
     [
         ({"m": "class C:\n  def f(self): self.name = 1"}, False),
         ({"m": "class C:\n  def f(self): self.names = 1"}, True),
+        ({"m": "class C:\n  def f(self): self.rename = self.surname_of = 1"}, True),
+        ({"m": "# a subclass C\nfrom n import C", "n": "class C:\n  name: int"}, False),
         ({"m": "from n import (A,\n  C)", "n": "class C: pass"}, True),
         ({"m": "from n import C", "n": "class C:\n  name: int"}, False),
         *(({"m": "from .n import C"}, False), ({"m": "from n import C"}, False), ({"m": "x = 1"}, False), ({}, False)),

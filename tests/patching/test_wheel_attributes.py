@@ -488,7 +488,7 @@ SERVES = {
 }  # modules without rows of their own -> in whose releases they read
 
 release = functools.cache(lambda version: Release(fetch(version)))
-specifier = functools.cache(SpecifierSet)
+is_in = functools.cache(lambda version, specifiers: version in SpecifierSet(specifiers))
 TARGETS = [target for patch in TABLE.patches for target in patch.targets]
 FILES = sorted(attributes.FILES)
 
@@ -496,7 +496,7 @@ FILES = sorted(attributes.FILES)
 def has_rows(adapter: str, version: str) -> bool:
     name = SERVES.get(adapter, adapter)
     prefix = f"{attributes.FILES[name][0]}.{name}:"
-    return any(version in specifier(t.sglang) for t in TARGETS if t.replacement.startswith(prefix))
+    return any(is_in(version, t.sglang) for t in TARGETS if t.replacement.startswith(prefix))
 
 
 def kinds_of(adapter: str, read: Read) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -526,7 +526,7 @@ def defined(version: str, where: str, name: str) -> bool | None:
 
 def kinds_in(version: str, adapter: str, read: Read) -> list[tuple[str, ...]]:
     """The places of the kinds of objects that a release has there."""
-    kinds = [places for spec, places in kinds_of(adapter, read) if version in specifier(spec)]
+    kinds = [places for spec, places in kinds_of(adapter, read) if is_in(version, spec)]
     return [places for places in kinds if defined(version, places[0], read.name) is not None] or kinds
 
 

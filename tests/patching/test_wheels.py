@@ -2,6 +2,7 @@
 Kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek-v4-sm120/wheels; what PyPI does not give is a failure."""
 
 import ast
+import functools
 import re
 import sys
 
@@ -386,18 +387,14 @@ def test_experts_dispatch_output_and_ids_are_as_the_adapter_reads_them(inspect_w
 def test_experts_of_an_fp8_checkpoint_use_neither_class(inspect_wheel):
     """Both classes are made only where the configuration says FP4 experts."""
     for version in RELEASES:
-        made = inspect_wheel(version)
-        tree = made.sources.parse(f"{QUANTIZATION}.fp8").tree
-        makers = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If)
-            and any(
-                f"return {name}(" in ast.unparse(node) for name in ("Mxfp4MarlinMoEMethod", "Mxfp4FlashinferCutlass")
-            )
-        ]
-        assert makers, version
-        assert any("is_fp4_experts" in ast.unparse(node.test) for node in makers), version
+        sources = inspect_wheel(version).sources
+        tree, text = sources.parse(f"{QUANTIZATION}.fp8").tree, sources.read(f"{QUANTIZATION}.fp8")
+        method = contract.find_definition(tree, "Fp8Config.get_quant_method")
+        ifs = [node for node in ast.walk(method) if isinstance(node, ast.If)]
+        asking = [statement for node in ifs if "is_fp4_experts" in ast.unparse(node.test) for statement in node.body]
+        for name in ("Mxfp4MarlinMoEMethod", "Mxfp4FlashinferCutlassMoEMethod"):
+            makers = {call for statement in asking for call in calls_of(statement, name)}
+            assert len(makers) == text.count(f"{name}(") == 1, (version, name)
     assert MXFP4_MOE in TABLE.patches
 
 
@@ -486,7 +483,7 @@ def test_mhc_rows(inspect_wheel, version):
 
 def all_calls(tree: ast.AST, name: str) -> list[ast.Call]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
+    return [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", None)) == name]
 
 
 @every_release("0.5.13")
@@ -535,7 +532,7 @@ def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch
 
     def defines(module, name):
         text = sources.read(module)
-        return text is not None and name in {n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+        return text is not None and name in functions_in(text)
 
     assert defines(mxfp4_moe.MARLIN, "fused_marlin_moe")
     assert defines(mxfp4_moe.REPACK, "prepare_moe_mxfp4_layer_for_marlin")
@@ -552,7 +549,9 @@ def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch
     assert defines(*bf16_linear.TINY_GEMM) == defines(*bf16_linear.TINY_GEMM_ROWS) == ("tiny_gemm_bf16(" in gate)
     router = [home for home in bf16_linear.ROUTER_GEMM_HOMES if defines(home, bf16_linear.ROUTER_GEMM)]
     assert len(router) == (since(version, "0.5.15") and not since(version, "0.5.20"))
-    forward = ast.unparse(contract.find_definition(ast.parse(gate), "MoEGate.forward"))
+    forward = ast.unparse(
+        contract.find_definition(sources.parse("sglang.srt.models.deepseek_v2").tree, "MoEGate.forward")
+    )
     few = bf16_linear.ROUTER_GEMM_ROWS
     asked = (f"_device_sm in (100, 103) else {few}" in forward, f"hidden_states.shape[0] <= {few}" in forward)
     assert not router or any(asked)
@@ -561,11 +560,18 @@ def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch
     assert (f"envs.{provider.DEEP_GEMM_PDL}.get() and hasattr(deep_gemm" in wrapper) == (numbers >= (0, 5, 13))
     assert "ENABLE_JIT_DEEPGEMM" in sources.read(f"{provider.DEEP_GEMM_WRAPPER}.configurer")
     method = sources.read(fp8_linear.METHOD)
-    found = class_methods(ast.parse(method), "Fp8LinearMethod") | class_methods(ast.parse(method), "Fp8Config")
+    tree = ast.parse(method)
+    found = class_methods(tree, "Fp8LinearMethod") | class_methods(tree, "Fp8Config")
     assert {"__init__", "process_weights_after_loading", "apply", "from_config"} <= found
     assert defines(fp8_linear.UTILS, "initialize_fp8_gemm_config")
     utils = sources.read(fp8_linear.UTILS)
     assert "get_exec" in utils or "def initialize_fp8_gemm_config(server_args: ServerArgs)" in utils
+
+
+@functools.cache
+def functions_in(text: str) -> set[str]:
+    """Names of the functions at the top of a module."""
+    return {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
 
 
 def class_methods(tree, name):
@@ -578,7 +584,7 @@ def test_calibrate_calls_the_boundary_that_sglang_runs(inspect_wheel, version, m
     """Where mhc's kernels are, what they ask of a server, and which of them are the default."""
     sources, numbers = inspect_wheel(version).sources, Version(version).release
     (text,) = [text for home in mhc.HOMES if (text := sources.read(home)) is not None]
-    functions = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    functions = functions_in(text)
     assert {"mhc_pre", "mhc_post", "hc_split_sinkhorn"} <= functions
     assert ("mhc_fused_post_pre" in functions) == (numbers >= mhc.FUSED_SINCE)
     environment = sources.read("sglang.srt.environ")

@@ -123,7 +123,7 @@ def parsed(wheel: Path, member: str) -> Parsed:
 _wheels: dict[tuple[str, int, int], Path] = {}  # where each text was first asked for
 
 
-@functools.lru_cache(maxsize=64)  # of one release: tests that are grouped by releases parse each file once
+@functools.lru_cache(maxsize=160)  # of two releases: tests that are grouped by releases, or compare two, parse once
 def _parsed(key: tuple[str, int, int]) -> Parsed:
     return parse(content(_wheels[key], key[0]))
 
@@ -148,6 +148,7 @@ class WheelSources:
         self.wheel, self.members = wheel, members(wheel)
         self.stand_ins = stand_ins or {}
         self.problems: list[str] = []
+        self._identities: dict[str, object] = {}
 
     def path(self, module: str) -> Path | None:
         top, *rest = module.split(".")
@@ -200,8 +201,11 @@ class WheelSources:
 
     def identity(self, module: str) -> object:
         """What two files of the same text have in common; None of what is not there."""
-        path = self.path(module)
-        return identity(self.wheel, str(path)) if path is not None and not path.is_absolute() else path
+        if module not in self._identities:
+            path = self.path(module)
+            is_in_it = path is not None and not path.is_absolute()
+            self._identities[module] = identity(self.wheel, str(path)) if is_in_it else path
+        return self._identities[module]
 
 
 def check_once(where, expected, caller, parse):
