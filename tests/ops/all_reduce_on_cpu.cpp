@@ -108,6 +108,7 @@ inline uint4 load_relaxed(const uint4* p) {
 inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline uint32_t as_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+inline uint32_t __float_as_uint(float f) { return as_bits(f); }
 inline float bf16_low(uint32_t pair) { return as_float(pair << 16); }
 inline float bf16_high(uint32_t pair) { return as_float(pair & 0xffff0000u); }
 inline uint32_t bf16(float f) {  // to nearest, ties to even, one NaN

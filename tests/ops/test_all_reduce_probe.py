@@ -39,7 +39,8 @@ connection.poll(None)
 def program(torch_python):
     """program(fault): of a rank's process."""
     library = emulated.library()
-    return lambda fault: (*torch_python(), emulated.__file__, str(library), json.dumps(fault))
+    python = torch_python()  # starts what the ranks' processes are forks of
+    return lambda fault: (*python, emulated.__file__, str(library), json.dumps(fault))
 
 
 @pytest.fixture(autouse=True)
