@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kMostThreads) draft_norms_kernel(const __grid_
   const float root = rsqrtf(sum / static_cast<float>(p.inputs) + (is_hidden ? p.hidden_eps : p.embedded_eps));
   const uint4 weight = make_uint4(__float_as_uint(w.x), __float_as_uint(w.y), __float_as_uint(w.z), __float_as_uint(w.w));
   uint16_t* const out = (is_hidden ? p.hidden_out : p.embedded_out) + static_cast<int64_t>(row) * p.inputs + at;
-  *reinterpret_cast<uint4*>(out) = normed(x, root, weight);
+  *reinterpret_cast<uint4*>(out) = times_weight(x, root, weight);
 }
 
 // Four outputs of a row of a product's, rounded.

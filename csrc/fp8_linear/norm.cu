@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kNormThreads) norm_kernel(const __grid_constan
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   const float root = rsqrtf(fmaf((sums[0] + sums[2]) + (sums[1] + sums[3]), 1.f / kNormInputs, p.eps));
-  *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(blockIdx.x) * kNormInputs + threadIdx.x * kEach) = normed(x, root, w);
+  *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(blockIdx.x) * kNormInputs + threadIdx.x * kEach) = times_weight(x, root, w);
 }
 
 constexpr char kName[] = "latent_norm";

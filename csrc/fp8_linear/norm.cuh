@@ -1,7 +1,9 @@
-// A thread's eight numbers of a row that is x * rsqrt(mean(x^2) + eps) * weight, with the roundings of FlashInfer's CUDA kernel.
+// A thread's eight numbers of a row that is x * rsqrt(mean(x^2) + eps) * weight, with the roundings of FlashInfer's CUDA kernel: their
+// squares here, their product in times_weight.cuh.
 #pragma once
 
 #include "../device/numbers.cuh"
+#include "../device/times_weight.cuh"
 
 namespace dsv4::fp8_linear {
 
@@ -13,16 +15,6 @@ __device__ __forceinline__ float sum_of_squares(const uint4& x) {
     sum = fmaf(high, high, fmaf(low, low, sum));
   }
   return sum;
-}
-
-__device__ __forceinline__ uint4 normed(const uint4& x, float root, const uint4& weight) {
-  uint32_t y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t v = word_of(x, i), w = word_of(weight, i);
-    y[i] = pack_bf16x2(bf16_low(v) * root * bf16_low(w), bf16_high(v) * root * bf16_high(w));
-  }
-  return make_uint4(y[0], y[1], y[2], y[3]);
 }
 
 }  // namespace dsv4::fp8_linear

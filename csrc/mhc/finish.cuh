@@ -9,6 +9,7 @@
 // A block per row: hidden / 256 warps with eight columns a lane, and one more that iterates C meanwhile.
 #pragma once
 
+#include "../device/times_weight.cuh"
 #include "mix.cuh"
 
 namespace dsv4::mhc {
@@ -125,16 +126,6 @@ __device__ __forceinline__ float collapse(const float (&pre)[kStreams], const ui
   }
   rounded = make_uint4(out[0], out[1], out[2], out[3]);
   return squares;
-}
-
-__device__ __forceinline__ uint4 times_weight(const uint4& y, float inverse, const uint4& weight) {
-  uint32_t out[4];
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const uint32_t a = word_of(y, w), b = word_of(weight, w);
-    out[w] = pack_bf16x2(bf16_low(a) * inverse * bf16_low(b), bf16_high(a) * inverse * bf16_high(b));
-  }
-  return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 template <bool kHead, int kHidden>
