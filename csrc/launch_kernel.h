@@ -2,10 +2,11 @@
 //
 // Kernels whose blocks wait for other blocks of their grid, and why none of them waits for ever. No other kernel's do.
 //
-//   mhc fused_kernel           a row's block waits for the sums of the mixing blocks, which wait for nobody. It is taken only where the
-//                              waiting blocks leave one place free on the multiprocessors that the stream has (mhc::fits): then a
-//                              mixing block always finds one, in whatever order blocks start, on a GB10, a MIG slice, a green
-//                              context. Elsewhere two launches, which have the same bits
+//   mhc fused_kernel, adding_kernel
+//                              a row's block waits for the sums of the mixing blocks, which wait for nobody. It is taken only where the
+//                              waiting blocks leave one place free on the multiprocessors that the stream has (mhc::fits,
+//                              fits_adding): then a mixing block always finds one, in whatever order blocks start, on a GB10, a MIG
+//                              slice, a green context. Elsewhere two launches, which have the same bits
 //   mhc summing_kernel         the mixing blocks wait for other cards, whose blocks for the same slices wait for these: all blocks of the
 //                              grid must be resident (mhc::fits_summing, by the smallest card's multiprocessors), so what is waited for
 //                              has begun or finds a place. Elsewhere a sum of its own and fused_kernel
