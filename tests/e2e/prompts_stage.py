@@ -17,6 +17,17 @@ FIRST_TOKEN_BARS = {(f"{kind}43_prompts", "1x1024"): 100.0 for kind in ("graphs"
 WITH_EAGLE = "with EAGLE 3/1/4"
 # rows that are captured: by SGLang's own arguments what is timed, by our setting what is compared
 TIMED_ROWS = [128, 256, 512, 1024, CHUNK]
+# a prompt alone on a server whose prompts make room for streams: as it is, with the turns that SGLang keeps free for
+# nobody, and without that argument (not in 0.5.17)
+INTERVAL_ARGUMENT, INTERVAL, INTERVAL_SHAPES = "prefill_decode_interval", 8, ("1x8192", "1x32000")
+INTERVALS = {
+    "interval43_prompts": (f"{INTERVAL_ARGUMENT} {INTERVAL}", INTERVAL, {}),
+    "turns43_prompts": (
+        f"{INTERVAL_ARGUMENT} {INTERVAL}, prompts_alone off",
+        *(INTERVAL, {"DSV4_SM120_SET": "prompts_alone=off"}),
+    ),
+    "no_interval43_prompts": (f"no {INTERVAL_ARGUMENT}", 0, {}),
+}
 FLAG, SETTING, PLANNED = "cuda_graph_backend_prefill", "prefill_graphs=2048", "prefill_graphs=on"
 SAMES = [
     ("prefill graphs against none", "same_graphs", "same_no_graphs"),
@@ -37,6 +48,7 @@ IMPLEMENTATIONS = {
     },
     "ops43_prompts_eagle": f"ours, every operator on, {WITH_EAGLE}",
     "planned43_prompts_eagle": f"ours, every operator on, {WITH_EAGLE}, prefill graphs as planned",
+    **{name: f"ours, every operator on, {words}" for name, (words, *_) in INTERVALS.items()},
     **{
         f"same_{cards}{kind}": f"ours, reproducible, {words}{on}"
         for cards, on in (("", ""), ("tp2_", ", two cards"))
@@ -95,6 +107,15 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
         "prompts_eagle": [
             make("ops43_prompts_eagle", [*timed, *step, *eagle], environment=ours, takes_turns=True),
             *planned("_eagle", [*timed, *step, *eagle], takes_turns=True),
+        ],
+        "prompts_interval": [
+            make(
+                name,
+                [*timed, "--shapes", *INTERVAL_SHAPES, *sets(**{INTERVAL_ARGUMENT: interval})],
+                environment=ours | setting,
+                takes_turns=True,
+            )
+            for name, (_, interval, setting) in INTERVALS.items()
         ],
         "prompts_same": [*pair("", same), in_chunks],
         "prompts_same2": pair("tp2_", sums(2, *same)),
