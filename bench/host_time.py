@@ -69,6 +69,9 @@ class StandIn(ModuleType):
     def mhc_fits(self, **_):
         return True
 
+    def mhc_card_is_shared(self):
+        return False
+
     def mhc_workspace(self, rows, **_):
         return 0, 4096 * rows, rows // 2
 

@@ -11,7 +11,7 @@
 //                              grid must be resident (mhc::fits_summing, by the smallest card's multiprocessors), so what is waited for
 //                              has begun or finds a place. Elsewhere a sum of its own and fused_kernel
 //   mhc many_kernel            32 blocks have a row's columns and wait for each other: a cooperative launch of as many times 32 as
-//                              are resident; where 32 are not, two launches
+//                              are resident; where 32 are not, or other processes' kernels run on the card (card_is_shared), two launches
 //   sparse_decode_kernel       where blocks share a row: a block waits for the row's others 0.1 ms at most, then leaves its part of
 //                              the merge to the one that comes last
 //   compressor long_kernel     nobody waits: the last of a row's eight blocks to arrive stores; so of long_many_kernel

@@ -86,6 +86,7 @@ inline void bind(py::module_& m) {
   m.def(
       "mhc_fits", [](const std::string& kernels, int rows, int num_sms) { return fits(kernels_of(kernels), rows, num_sms); }, py::kw_only(),
       "kernels"_a, "rows"_a, "num_sms"_a);
+  m.def("mhc_card_is_shared", &card_is_shared);
   m.def("mhc_fits_summing", &fits_summing, py::kw_only(), "rows"_a, "num_sms"_a);
   m.def("mhc_fits_adding", &fits_adding, py::kw_only(), "rows"_a, "num_sms"_a);
   m.def("mhc_problem", &problem, py::kw_only(), "hidden"_a);

@@ -104,6 +104,13 @@ bool fits(Kernels kernels, int rows, int num_sms) {
   return kernels != Kernels::kMany || kColumnBlocks <= many_blocks_per_sm() * num_sms;
 }
 
+bool card_is_shared() {
+  int device = 0, shared = 0;
+  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&shared, cudaDevAttrMpsEnabled, device), kName, "cudaDeviceGetAttribute");
+  return shared != 0;
+}
+
 Workspace workspace(int rows, int hidden, bool head, Kernels kernels, bool sums) {
   const bool many = kernels == Kernels::kMany;
   const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), words = rows * slices * (head ? kWidth<true> : kWidth<false>);

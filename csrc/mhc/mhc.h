@@ -77,6 +77,9 @@ int fused_rows();  // the most that kFused takes
 // Whether they can run on so many multiprocessors: their blocks that wait for others never keep those off. Of the current device.
 bool fits(Kernels kernels, int rows, int num_sms);
 
+// Whether other processes' kernels may run beside ours on the current device (CUDA's multi-process service), whatever their own wait for.
+bool card_is_shared();
+
 // `kernels` means nothing for a post alone. num_sms: that the stream has (stream.h)
 void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaStream_t stream);
 

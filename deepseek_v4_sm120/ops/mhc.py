@@ -13,6 +13,8 @@ Three sets of kernels, by rows; where hidden is not 4096 it is always the second
 
 Blocks of `fused` and `many` wait for each other. Where the stream has too few multiprocessors for that (a green
 context, a MIG slice; the 48 of a GB10 take 95 rows of `fused`), `split` takes the call, which needs one and no more.
+`many` begins as a whole, so not where processes share the card (CUDA's multi-process service): it would wait for places
+that another one's sums hold, and those perhaps for a card on which our other rank holds theirs.
 
 The sums are the same in all, value by value: a row's bits depend on nothing outside the row, not on the number of rows
 either.
@@ -343,7 +345,7 @@ def _kernels_of(rows: int, hidden: int, is_boundary: bool, num_sms: int, index: 
     found = "split"
     if hidden == FLASH_HIDDEN and rows <= extension.load().mhc_fused_rows:
         found = "fused"
-    elif hidden == FLASH_HIDDEN and rows >= MANY_ROWS and is_boundary:
+    elif hidden == FLASH_HIDDEN and rows >= MANY_ROWS and is_boundary and not extension.load().mhc_card_is_shared():
         found = "many"
     return found if extension.load().mhc_fits(kernels=found, rows=rows, num_sms=num_sms) else "split"
 

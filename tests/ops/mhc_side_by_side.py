@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.mhc import mhc
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
@@ -142,7 +143,19 @@ def green_context(sms: int) -> str:
     return "right"
 
 
+def shared_card() -> str:
+    """Of a client of the multi-process service: kernels that begin block by block, with the bits that they have."""
+    inputs = make_inputs(Shape(725), device="cuda")
+    if not extension.load().mhc_card_is_shared():
+        return "nobody says that the card is shared"
+    chosen = op._kernels_of(725, 4096, True, cuda_tensors.num_sms(0), 0)
+    found, expected = mhc(**inputs.boundary()), mhc(**inputs.boundary(), kernels=chosen)
+    wait("a boundary")
+    return "right" if chosen == "split" and equal(found, expected) else f"{chosen}, same bits: {equal(found, expected)}"
+
+
 CASES = {
+    "shared-card": shared_card,
     "two-graphs": two_graphs,
     "fused-out-of-patience": lambda: out_of_patience(12),
     "many-out-of-patience": lambda: out_of_patience(300),

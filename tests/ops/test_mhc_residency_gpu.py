@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,8 +23,8 @@ SCRIPT = Path(__file__).with_name("mhc_side_by_side.py")
 FEW_SMS = (1, 2, 7, 31, 48)
 
 
-def run(case: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, SCRIPT, case], capture_output=True, text=True, timeout=180)
+def run(case: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, SCRIPT, case], capture_output=True, text=True, timeout=180, **options)
 
 
 @pytest.mark.parametrize("case", ["two-graphs", "green-8", "green-24"])
@@ -36,6 +39,25 @@ def test_calls_that_could_wait_for_ever_come_back(case):
 def test_a_wait_without_end_is_a_launch_failure(case):
     done = run(case)
     assert done.stdout.startswith("stopped: ") and "launch failure" in done.stdout, (done.stdout, done.stderr[-2000:])
+
+
+def test_a_card_that_processes_share_has_kernels_that_begin_block_by_block():
+    """Four ranks of an H200 stood still: a cooperative launch waited for places that another rank's sums held."""
+    assert not extension.load().mhc_card_is_shared()
+    control = shutil.which("nvidia-cuda-mps-control", path=f"{os.environ['PATH']}:/usr/local/nvidia/bin")
+    if control is None:  # the driver's; where it is not, nobody shares by it
+        return
+    with tempfile.TemporaryDirectory() as folder:  # short: sockets lie in it
+        service = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipes", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for path in service.values():
+            Path(path).mkdir()
+        options = {"env": os.environ | service, "timeout": 60, "check": True}
+        subprocess.run([control, "-d"], **options)
+        try:
+            done = run("shared-card", env=options["env"])
+        finally:
+            subprocess.run([control], input=b"quit\n", **options)
+    assert (done.returncode, done.stdout.strip()) == (0, "right"), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("num_sms", FEW_SMS)

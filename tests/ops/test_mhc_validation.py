@@ -251,7 +251,10 @@ def test_the_kernels_that_take_a_call_fit_the_streams_multiprocessors(
         asked.append((rows, num_sms))
         return kernels in fits
 
-    module = types.SimpleNamespace(mhc_fused_rows=128, mhc_fits=mhc_fits)
+    module = types.SimpleNamespace(mhc_fused_rows=128, mhc_fits=mhc_fits, mhc_card_is_shared=lambda: False)
     monkeypatch.setattr(extension, "load", lambda: module)
     assert op._kernels_of.__wrapped__(rows, hidden, is_boundary, 24, 0) == expected
     assert asked == [(rows, 24)]
+    module.mhc_card_is_shared = lambda: True
+    shared = op._kernels_of.__wrapped__(rows, hidden, is_boundary, 24, 0)
+    assert shared == ("split" if expected == "many" else expected)
