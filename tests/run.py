@@ -29,6 +29,13 @@ REQUIREMENTS = REPO / "tests/requirements.txt"
 BUILD = [str(REPO / "csrc/build_artifact.py")]
 GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/dxg"))
 GPU_PROCESSES = 6  # that share a card; each test has a few GB at most
+PRESENT = """
+import sys
+from deepseek_v4_sm120.ops.shared import extension
+built = extension.describe()
+has_code = any(extension.runs_on(arch, ({})) for arch in built["archs"] or ())
+sys.exit(built["problem"] or (None if has_code else f"the build has code for {{built['archs']}} alone"))
+"""
 NO_TESTS = 5  # pytest's exit code where nothing was selected
 
 
@@ -122,13 +129,10 @@ def prepared_gpu(environment: dict[str, str], *needed: str) -> str | None:
         return None
     capability, name = found.stdout.strip().split(" ", 1)
     say(f"GPU {name}, capability {capability}")
-    present = [
-        sys.executable,
-        "-c",
-        "import sys; from deepseek_v4_sm120.ops.shared import extension; sys.exit(extension.explain())",
-    ]
+    present = [sys.executable, "-c", PRESENT.format(capability.replace(".", ", "))]
     if subprocess.run(present, env=environment, cwd=REPO).returncode != 0:
-        build = [sys.executable, *BUILD, "--python", sys.executable]
+        own = "120f" if capability.startswith("12.") else f"120f,{capability.replace('.', '')}a"
+        build = [sys.executable, *BUILD, "--python", sys.executable, "--archs", own]
         if subprocess.run(build, env=environment, cwd=REPO).returncode:
             return None
     return capability

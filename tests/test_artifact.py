@@ -25,7 +25,8 @@ ARTIFACT = REPO / "build"
 KNOWN = sorted(f"known_files/{p.name}" for p in (REPO / "deepseek_v4_sm120/sglang_patches/known_files").iterdir())
 PACKAGE = ARTIFACT / "deepseek_v4_sm120"
 DIST_INFO = f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info"
-CUBINS = {"sm_120", "sm_120a", "sm_121a", "sm_90a"}  # as cuobjdump names them: sm_120 is 120f
+CUBINS = {"sm_120", "sm_120a", "sm_121a"}  # as cuobjdump names them: sm_120 is 120f
+HOPPERS = {"sm_90a"}  # where it was asked for
 LIBRARY = PACKAGE / "libdeepseek_v4_sm120.so"
 LARGEST_FOLDER, PYTHONS = 20_000_000, 4  # bytes, with modules for 3.10 to 3.13
 SECOND_BUILD_SECONDS = 5
@@ -194,10 +195,10 @@ def test_exports_only_what_is_meant(modules):
 def test_the_kernels_are_in_the_library_alone(modules, info):
     """Only the intended cubins, all of them told, compressed, and no PTX."""
     listed = re.findall(r"\.(sm_\w+)\.cubin", cuobjdump("--list-elf", str(LIBRARY)))
-    assert set(listed) == CUBINS
-    assert {f"sm_{arch}".replace("120f", "120") for arch in info["archs"]} == CUBINS
+    assert set(listed) - HOPPERS == CUBINS
+    assert {f"sm_{arch}".replace("120f", "120") for arch in info["archs"]} == set(listed)
     assert {kernel["arch"] for kernel in info["kernels"]} == set(info["archs"])
-    assert {f"sm_{arch}" for arch in info["archs"]} == set(kernel_report.LIMITS)
+    assert {f"sm_{arch}" for arch in info["archs"]} | HOPPERS == set(kernel_report.LIMITS)
     assert not re.findall(r"\.ptx\b", cuobjdump("--list-ptx", str(LIBRARY)))
     for path in (LIBRARY, *modules.values()):
         with path.open("rb") as stream:

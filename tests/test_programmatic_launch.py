@@ -22,7 +22,7 @@ from tests.programmatic_launch import BEFORE, BEHIND, KERNELS, NEVER, POINTERS, 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "build/deepseek_v4_sm120"
 DOCS = REPO / "docs/programmatic_launch.md"
-# where they begin in the constant bank; sm_120 is what cuobjdump calls 120f
+# where they begin in the constant bank; sm_120 is what cuobjdump calls 120f; sm_90a where it was asked for
 PARAMETERS = {"sm_120": 0x380, "sm_120a": 0x380, "sm_121a": 0x380, "sm_90a": 0x210}
 FATBIN = 0xBA55ED50
 
@@ -81,7 +81,7 @@ def disassembled(library: Path, folder: Path) -> dict[str, dict[str, list[str]]]
         subprocess.run([cuobjdump, "-xelf", "all", "all.fatbin"], cwd=here, check=True, capture_output=True)
         cubins = {path.suffixes[-2][1:]: path for path in here.glob("*.cubin")}
         assert len(cubins) == len(list(here.glob("*.cubin"))), cubins
-        assert set(cubins) in ({"sm_120", "sm_90a"}, {"sm_120a", "sm_121a", "sm_90a"}), cubins
+        assert set(cubins) - {"sm_90a"} in ({"sm_120"}, {"sm_120a", "sm_121a"}), cubins
         tasks += list(cubins.items())
     found: dict[str, dict[str, list[str]]] = {arch: {} for arch in PARAMETERS}
     with ThreadPoolExecutor(2) as pool:
@@ -174,8 +174,9 @@ def kernels(functions, tmp_path_factory) -> list[Found]:
 
 
 def test_every_entry_is_a_kernel(kernels):
-    for archs in (("sm_120", "sm_120a"), ("sm_90a",)):
-        assert {k.key for k in kernels if k.name.endswith(archs)} == set(KERNELS), archs
+    hopper = [k.key for k in kernels if k.name.endswith("sm_90a")]  # of a build that has its code
+    assert {k.key for k in kernels if k.name.endswith(("sm_120", "sm_120a"))} == set(KERNELS)
+    assert not hopper or set(hopper) == set(KERNELS)
 
 
 def test_every_address_comes_from_a_known_pointer(kernels):

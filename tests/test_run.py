@@ -1,6 +1,8 @@
 """tests/run.py --gpu: which passes there are, and what they come to."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,28 @@ def test_one_pass_where_processes_are_none_or_the_callers(has_xdist, arguments):
 )
 def test_a_pass_without_tests_is_no_failure_and_nothing_at_all_is(codes, told):
     assert run.outcome(codes) == told
+
+
+@pytest.mark.parametrize(
+    "capability, has_code, archs", [("9.0", False, "120f,90a"), ("12.0", False, "120f"), ("9.0", True, None)]
+)
+def test_what_is_built_before_gpu_tests(monkeypatch, capability, has_code, archs):
+    """Nothing, or what the product has and, where that is another, the card's own."""
+    asked = []
+
+    def answered(command, **_):
+        asked.append(command)
+        done = subprocess.CompletedProcess(command, 0, stdout=f"{capability} a card\n")
+        done.returncode = 0 if has_code or "extension" not in command[-1] else 1
+        return done
+
+    monkeypatch.setattr(run.subprocess, "run", answered)
+    assert run.prepared_gpu({}, "pytest") == capability
+    assert capability.replace(".", ", ") in asked[1][-1]
+    assert [command[-2:] for command in asked[2:]] == ([] if archs is None else [["--archs", archs]])
+
+
+def test_whether_a_build_has_a_cards_code():
+    for capability, code in (("12, 0", 0), ("12, 1", 0), ("8, 0", 1)):
+        command = [sys.executable, "-c", run.PRESENT.format(capability)]
+        assert subprocess.run(command, cwd=run.REPO, stderr=subprocess.DEVNULL).returncode == code, capability
