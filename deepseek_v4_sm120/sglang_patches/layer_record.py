@@ -47,7 +47,7 @@ GRAPH_ROWS = 32
 GRAPH_BYTES = 512 << 20
 ARGUMENTS = (  # of SGLang's that FACTS has
     *("model_path", "tp_size", "dp_size", "pp_size", "speculative_algorithm", "speculative_num_steps"),
-    *("speculative_eagle_topk", "speculative_num_draft_tokens"),
+    *("speculative_eagle_topk", "speculative_num_draft_tokens", "enable_deepseek_v4_fp4_indexer"),
 )
 
 

@@ -233,6 +233,16 @@ def test_speculation_wants_its_passes(model, passes, tmp_path, capsys):
     assert status_of(place, model, "--without-drafts")[0] == 0
 
 
+@pytest.mark.parametrize("given", [None, False, True])
+def test_the_index_is_judged_as_the_server_has_it(given, model, passes, tmp_path, monkeypatch):
+    facts = FACTS if given is None else FACTS | {"enable_deepseek_v4_fp4_indexer": given}
+    made_, found = judging.Judge, []
+    monkeypatch.setattr(judging, "Judge", lambda *args, **options: found.append(options) or made_(*args, **options))
+    assert status_of(write(tmp_path, passes, facts=facts), model, "--limit-s", "0")[0] == 2
+    assert [one["index_fp4"] for one in found] == [bool(given)]
+    assert made_(made.CONFIG, model, index_fp4=True).config.index_fp4
+
+
 class Server(http.server.ThreadingHTTPServer):
     """One that records what it answers, as an engine with this model computes it, while it is asked to."""
 

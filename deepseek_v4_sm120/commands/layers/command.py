@@ -24,6 +24,7 @@ from deepseek_v4_sm120.settings import settings
 ROWS = {"cpu": 2, "cuda": 8}  # of each request's in a pass
 CARD_BYTES = 10 << 30  # free on a card that judges
 LIMIT_S = 7200.0
+INDEX_FP4 = "enable_deepseek_v4_fp4_indexer"  # SGLang's argument
 NEEDED = (  # of config.json
     *("num_hidden_layers", "hidden_size", "vocab_size", "compress_ratios", "num_attention_heads", "o_groups"),
     *("index_n_heads", "index_topk", "n_routed_experts", "num_experts_per_tok", "num_hash_layers", "swiglu_limit"),
@@ -136,7 +137,10 @@ def judged(place: Path, arguments: argparse.Namespace) -> int:
     tail = arguments.rows or ROWS[torch.device(device).type]
     progress = Progress(checkpoint.config["num_hidden_layers"])
     judge = Judge(
-        checkpoint.config, checkpoint, device, tail=tail, tell=lambda n, most: progress.step(f"layer {n - 1}")
+        *(checkpoint.config, checkpoint, device),
+        tail=tail,
+        tell=lambda n, most: progress.step(f"layer {n - 1}"),
+        index_fp4=bool(facts.get(INDEX_FP4)),
     )
     try:
         asked = record.Sent.of(sent.get("requests") or [])

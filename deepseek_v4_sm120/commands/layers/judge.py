@@ -29,14 +29,14 @@ import torch
 
 from deepseek_v4_sm120.commands.layers import tokens as tokens_of
 from deepseek_v4_sm120.commands.layers.groups import Group
+from deepseek_v4_sm120.commands.layers.kept import Kept
 from deepseek_v4_sm120.commands.layers.record import BLOCK, VERIFY, Segment, Unjudged
 from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, PART
-from deepseek_v4_sm120.reference import draft_block, mhc, model, mxfp4_moe
+from deepseek_v4_sm120.reference import draft_block, mhc, model
 from deepseek_v4_sm120.reference.draft_block import BlockRules, Draft
 from deepseek_v4_sm120.reference.model import Rules
 
 FAULTY = 16
-MOST_DRAFTS = 16  # a pass has no more rows behind the last one whose inputs stay
 NEAR = 1e-3  # of a router's scores: whose last is nearer to the next may be given other experts
 ROUNDED = Rules(rounds=True)
 ATTENTION = {
@@ -86,61 +86,6 @@ BIASED = {"bias in the weights": Rules(bias_in_weights=True)}
 HASHED = {"not by the token's number": Rules(hashed=False)}
 MIXING = {"streams mixed the other way": Rules(mixing_turned=True)}
 BLIND = "blind behind the first draft"
-
-
-class Kept(model.Weights):
-    """Weights on a device, whose dequantised tensors stay until `let_go`, but for the experts'; and their products with
-    the requests' inputs, of which the next pass has some more, and each fault the same."""
-
-    def __init__(self, tensors, prefix="", kept=None, device="cpu", made=None):
-        super().__init__(tensors, prefix)
-        self.kept, self.made, self.device = {} if kept is None else kept, {} if made is None else made, device
-
-    def under(self, prefix):
-        return Kept(self.tensors, self.prefix + prefix, self.kept, self.device, self.made)
-
-    def product(self, name, x):
-        every = self.made.setdefault(self.prefix + name, [])
-        for one in every:
-            rows = rows_alike(one[0], x)
-            if rows == len(x):
-                return one[1][:rows]
-            if rows:
-                one[:] = x, torch.cat([one[1][:rows], super().product(name, x[rows:])])
-                return one[1]
-        every.append([x, super().product(name, x)])
-        return every[-1][1]
-
-    def raw(self, name):
-        if self.prefix + name not in self.tensors:
-            raise Unjudged(f"the checkpoint has no {self.prefix}{name}")
-        return super().raw(name).to(self.device)
-
-    def rows(self, name, which):
-        """Of a table that is large: those rows alone go to the device."""
-        if self.prefix + name not in self.tensors:
-            raise Unjudged(f"the checkpoint has no {self.prefix}{name}")
-        if int(which.max()) >= len(self.tensors[self.prefix + name]) or int(which.min()) < 0:
-            raise Unjudged("a token is none of the checkpoint's")
-        return self.tensors[self.prefix + name][which.cpu()].to(self.device)
-
-    def of_expert(self, name):
-        """In float32: dequantising them was nine tenths of a layer's time, and FP4 and FP8 are exact there."""
-        weight = self.raw(f"{name}.weight")
-        if f"{name}.scale" not in self or weight.dtype == torch.float8_e4m3fn:
-            return super().__call__(name).float()
-        return mxfp4_moe.dequantize_float32(weight.view(torch.uint8), self.raw(f"{name}.scale").view(torch.uint8))
-
-    def let_go(self) -> None:
-        self.kept.clear()
-        self.made.clear()
-
-    def __call__(self, name):
-        if ".experts." in self.prefix:
-            return self.of_expert(name)
-        if self.prefix + name not in self.kept:
-            self.kept[self.prefix + name] = super().__call__(name)
-        return self.kept[self.prefix + name]
 
 
 @dataclass
@@ -199,10 +144,14 @@ class Before:
 
 class Judge:
     """faults: the names of those that are looked for; None: all. tail: how many rows of each request's in a pass are
-    judged, the last ones and as many of the others; None: all. tell(number, of how many): a layer was judged."""
+    judged, the last ones and as many of the others; None: all. tell(number, of how many): a layer was judged.
+    index_fp4: the server's index cache is FP4."""
 
-    def __init__(self, config: dict, tensors, device="cpu", faults=None, tail=None, tell: Callable | None = None):
-        self.config, self.weights, self.device = model.Config.of(config), Kept(tensors, device=device), device
+    def __init__(
+        self, config: dict, tensors, device="cpu", faults=None, tail=None, tell: Callable | None = None, index_fp4=False
+    ):
+        self.config, self.device = replace(model.Config.of(config), index_fp4=index_fp4), device
+        self.weights = Kept(tensors, device=device)
         self.faults, self.hidden, self.layers = faults, config["hidden_size"], config["num_hidden_layers"]
         self.drawn = random.Random()
         self.tail, self.tell = tail, tell or (lambda number, most: None)
@@ -544,15 +493,6 @@ class Judge:
     def asked(self, faults) -> dict:
         """The model itself, under None, and the faults that are looked for."""
         return {None: Rules()} | {k: v for k, v in faults.items() if self.faults is None or k in self.faults}
-
-
-def rows_alike(old: torch.Tensor, new: torch.Tensor) -> int:
-    """At the beginning of both; all, all but those of the last drafts, or none."""
-    if old is new:
-        return len(new)
-    most = min(len(old), len(new))
-    tried = (most, most - MOST_DRAFTS)
-    return next((rows for rows in tried if rows > 0 and torch.equal(old[:rows], new[:rows])), 0)
 
 
 def without_expert(made, shares, rows, slots) -> torch.Tensor:
