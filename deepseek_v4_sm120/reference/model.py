@@ -501,9 +501,27 @@ def head(config: Config, weights: Weights, streams: torch.Tensor, norm: str = "n
     return rms_norm(torch.einsum("rj,rjh->rh", pre, streams.double()), weights(norm), config.eps)
 
 
-def draft_streams(config: Config, weights: Weights, embedded, streams: torch.Tensor, rules=None) -> torch.Tensor:
+@dataclass(frozen=True)
+class DraftRules:
+    """What the MTP block's layer begins with, and where an engine may differ."""
+
+    token: bool = True  # its half of the sum
+    streams: bool = True
+    token_normed: bool = True
+    streams_normed: bool = True
+    each: bool = True  # stream has a norm of its own
+    exchanged: bool = False  # the two matrices
+
+
+def draft_streams(
+    config: Config, weights: Weights, embedded, streams: torch.Tensor, rules=None, draft=None
+) -> torch.Tensor:
     """[rows, 4, hidden]: what the MTP block's layer begins with, of the tokens' embeddings and the target's streams."""
-    rules = rules or Rules()
-    of_token = given(rms_norm(embedded.double(), weights("enorm"), config.eps), rules.rounds) @ weights("e_proj").T
-    of_streams = given(rms_norm(streams.double(), weights("hnorm"), config.eps), rules.rounds) @ weights("h_proj").T
+    rounds, draft, streams = (rules or Rules()).rounds, draft or DraftRules(), streams.double()
+    names = ("h_proj", "e_proj") if draft.exchanged else ("e_proj", "h_proj")
+    whole = streams.shape[1:] if draft.each else (1, streams[0].numel())
+    token = rms_norm(embedded.double(), weights("enorm"), config.eps) if draft.token_normed else embedded.double()
+    unit = rms_norm(streams.view(len(streams), *whole), None, config.eps).view(streams.shape) * weights("hnorm")
+    of_token = given(token, rounds) @ weights(names[0]).T * draft.token
+    of_streams = given(unit if draft.streams_normed else streams, rounds) @ weights(names[1]).T * draft.streams
     return of_token[:, None] + of_streams

@@ -28,13 +28,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from deepseek_v4_sm120.commands.layers import tokens as tokens_of
+from deepseek_v4_sm120.commands.layers.chain import Chain
 from deepseek_v4_sm120.commands.layers.groups import Group
 from deepseek_v4_sm120.commands.layers.kept import Kept
-from deepseek_v4_sm120.commands.layers.record import BLOCK, VERIFY, Segment, Unjudged
-from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, PART
+from deepseek_v4_sm120.commands.layers.record import BLOCK, CHAINED, VERIFY, Segment, Unjudged
+from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, GIVEN, PART
 from deepseek_v4_sm120.reference import draft_block, mhc, model
 from deepseek_v4_sm120.reference.draft_block import BlockRules, Draft
-from deepseek_v4_sm120.reference.model import Rules
+from deepseek_v4_sm120.reference.model import DraftRules, Rules
 
 FAULTY = 16
 NEAR = 1e-3  # of a router's scores: whose last is nearer to the next may be given other experts
@@ -77,6 +78,14 @@ OF_BLOCK = {  # DSPARK's drafts; with ATTENTION's, but what they say of a token 
     "the context without its norm": BlockRules(normed=False),
     "YaRN in layers without entries": Rules(yarn_without_entries=True),
 }
+OF_DRAFT = {  # the MTP block's beginning
+    "the token is not seen": DraftRules(token=False),
+    "the streams are not seen": DraftRules(streams=False),
+    "the token without its norm": DraftRules(token_normed=False),
+    "the streams without their norm": DraftRules(streams_normed=False),
+    "one norm of all four streams": DraftRules(each=False),
+    "token and streams by each other's matrix": DraftRules(exchanged=True),
+}
 EXPERTS = {
     "weights not normalised": Rules(renormalize=False),
     "no routed scale": Rules(routed_scale=1.0),
@@ -107,6 +116,8 @@ class Pass:
     anchors: list = field(default_factory=list)  # and the one that the block begins with
     context: torch.Tensor | None = None  # of the target's judged rows: what DSPARK's draft is given of them
     windows: list = field(default_factory=list)  # of a block's segments: the newest of that, and one more
+    sources: list = field(default_factory=list)  # of a draft's judged rows: where their streams were made, or None
+    begin: int = 0  # of its judged rows among those of all passes
 
 
 @dataclass
@@ -140,6 +151,7 @@ class Before:
     post: torch.Tensor | None = None
     comb: torch.Tensor | None = None
     made: Made | None = None
+    begun: dict = field(default_factory=dict)  # {fault: the streams of a draft that begins so}
 
 
 class Judge:
@@ -157,6 +169,7 @@ class Judge:
         self.tail, self.tell = tail, tell or (lambda number, most: None)
         self.passes, self.draft = {"target": [], "draft": [], BLOCK: []}, Draft.of(config)
         self.context, self.drafting = {}, {}  # of each request: what the target gave, and the block that is under way
+        self.chain = Chain()
         self.tokens = []  # what tokens.py says of each kind of pass
         self.first_drafts = {}  # request -> the position of the first draft that is under way
         self.groups = defaultdict(Group)
@@ -190,7 +203,10 @@ class Judge:
                 self.first_drafts.setdefault(one.request, one.start)
         rows = torch.cat([torch.arange(one.rows.start, one.rows.stop) for one in segments])
         lengths = [one.end - one.start for one in segments]
-        picks = [self.picked(length) for length in lengths]
+        picks = [
+            self.chain.picked(record["mode"], one) if kind == "draft" and self.tail is not None else self.picked(length)
+            for one, length in zip(segments, lengths, strict=True)
+        ]
         judged = torch.cat([one.rows.start + pick for one, pick in zip(segments, picks, strict=True)])
         y = [one[judged if number % 2 else rows] for number, one in enumerate(record["y"])]
         hidden, begin, own = record.get("hidden"), 0, []
@@ -208,6 +224,7 @@ class Judge:
         ]
         made = Pass(mode, own, picks, tokens, y, out, hidden, first, following)
         self.passes[kind].append(made)
+        self.chain.take(kind, record["mode"], made, segments, record["tokens"])
         if kind == BLOCK:
             self.begin_block(made, segments, record["tokens"])
         elif kind == "target" and "context" in record:
@@ -232,6 +249,9 @@ class Judge:
             window = self.context[segment.source][: segment.start] if segment.start else made.out[:0]
             made.windows.append(window[-(Rules().window + 1) :])
             made.anchors += [int(tokens[segment.rows.start])] * len(pick)
+            if self.draft.mask is not None:
+                behind = tokens[segment.rows].tolist()[1:]
+                self.chain.count(made.mode, behind, (self.draft.mask,) * len(behind))
             self.drafting[segment.request] = made, begin, (segment.start + pick).tolist()
             begin += len(pick)
 
@@ -257,6 +277,7 @@ class Judge:
         for kind, passes in self.passes.items():
             if passes:
                 self.judge(kind, passes)
+        self.tokens += self.chain.said()
         whole, layers = defaultdict(Group), defaultdict(dict)
         for (what, mode, number), group in self.groups.items():
             whole[what, mode].merge(group)
@@ -297,8 +318,13 @@ class Judge:
         def behind(streams):
             return streams.flatten(1) if kind == BLOCK else model.head(self.config, of_head, streams)
 
-        self.context_behind(before, passes, modes, *self.boundary(before, modes, seen, behind))
-        if self.faults is None and kind != "draft":
+        last = self.boundary(before, modes, seen, behind)
+        self.context_behind(before, passes, modes, *last)
+        if self.passes["draft"] and kind != BLOCK:
+            self.chain.keep(kind, passes, *last)
+        for mode, *given in self.chain.given(passes) if kind == "draft" else ():
+            self.groups[GIVEN, mode, 0].add(*(one.to(self.device) for one in given), {})
+        if self.faults is None:
             self.ask_tokens(kind, passes)
 
     def ask_tokens(self, kind, passes) -> None:
@@ -313,7 +339,8 @@ class Judge:
                 rows = draft_block.behind_head(self.config, last, rows.view(len(rows), 4, -1))
                 found = tokens_of.of_drafts(self.weights, rows, in_front, anchors, following)
             else:
-                found = tokens_of.of_answers(self.weights, rows, following)
+                what = tokens_of.DRAFTED if kind == "draft" else tokens_of.NEXT
+                found = tokens_of.of_answers(self.weights, rows, following, what)
             self.tokens += [] if found is None else [found | {"mode": mode}]
 
     def context_behind(self, before: Before, passes, modes, streams, rounded) -> None:
@@ -332,13 +359,14 @@ class Judge:
     def begun(self, kind, passes, tokens) -> Before:
         embedded = self.weights.rows("embed.weight", tokens)
         streams = rounded = embedded.double()[:, None].expand(-1, 4, -1)
-        if kind == "draft":
-            hidden = torch.cat([p.hidden for p in passes]).to(self.device).view(len(tokens), 4, -1)
-            streams, rounded = (
-                model.draft_streams(self.config, self.weights.under("mtp.0."), embedded, hidden, rules)
-                for rules in (Rules(), ROUNDED)
-            )
-        return Before(EMBEDDING, 0, streams, rounded)
+        if kind != "draft":
+            return Before(EMBEDDING, 0, streams, rounded)
+        hidden = torch.cat([p.hidden for p in passes]).to(self.device).view(len(tokens), 4, -1)
+        at = self.config, self.weights.under("mtp.0."), embedded, hidden
+        found = Before(EMBEDDING, 0, model.draft_streams(*at), model.draft_streams(*at, ROUNDED))
+        asked = {name: rules for name, rules in self.asked(OF_DRAFT).items() if name is not None}
+        found.begun = {name: model.draft_streams(*at, draft=rules) for name, rules in asked.items()}
+        return found
 
     def boundary(self, before: Before, modes, seen, entering):
         """(streams, those of a coarse right engine) in front of a sublayer whose inputs were `seen`."""
@@ -351,7 +379,8 @@ class Judge:
         for mode in dict.fromkeys(modes):
             rows = torch.tensor([i for i, one in enumerate(modes) if one == mode], device=self.device)
             group = self.groups[before.what, mode, before.number]
-            effects = {} if made is None else self.effects(before, rows, entering)
+            effects = {name: entering(one[rows]) for name, one in before.begun.items()}
+            effects |= {} if made is None else self.effects(before, rows, entering)
             kept[rows] = group.add(seen[rows], truth[rows], coarse[rows], effects)
         self.add_units(before, modes, streams, (seen, truth, coarse, kept), entering)
         return streams, rounded
@@ -517,4 +546,4 @@ def faulty_ones(passes) -> list[bool]:
 
 def is_chained(record) -> bool:
     """Whether a pass drafts behind other drafts: one row a request, by the MTP block."""
-    return record["kind"] == "draft" and record["mode"] == "DECODE"
+    return record["kind"] == "draft" and record["mode"] == CHAINED
