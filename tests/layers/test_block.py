@@ -53,7 +53,7 @@ def test_a_right_engine_is_right(checkpoint, right, monkeypatch):
     assert (found.status, found.faults, found.unjudged) == (verdict.RIGHT, [], [])
     keys = {(g["what"], g["mode"]) for g in groups}
     assert {("attention, ratio 0", "block, target_verify"), (verdict.CONTEXT, "target, extend")} <= keys
-    by_mode = {one["mode"]: one for one in judge.tokens if one["what"] != verdict.BEGUN}
+    by_mode = {one["mode"]: one for one in judge.tokens if one["what"] not in verdict.EXACT}
     assert by_mode["block, target_verify"]["rows"] >= made_block.DRAFTS and by_mode["target, extend"]["rows"] == 1
     told = {fault for g in groups if g["mode"].startswith("block") for fault in verdict.told(g)}
     assert len(told & set(OF_BLOCK)) >= 4

@@ -32,7 +32,7 @@ from deepseek_v4_sm120.commands.layers.chain import Chain
 from deepseek_v4_sm120.commands.layers.groups import Group
 from deepseek_v4_sm120.commands.layers.kept import Kept
 from deepseek_v4_sm120.commands.layers.record import BLOCK, CHAINED, VERIFY, Segment, Unjudged
-from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, GIVEN, PART
+from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, GIVEN, NUMBERS, PART
 from deepseek_v4_sm120.reference import draft_block, mhc, model
 from deepseek_v4_sm120.reference.draft_block import BlockRules, Draft
 from deepseek_v4_sm120.reference.model import DraftRules, Rules
@@ -169,7 +169,7 @@ class Judge:
         self.tail, self.tell = tail, tell or (lambda number, most: None)
         self.passes, self.draft = {"target": [], "draft": [], BLOCK: []}, Draft.of(config)
         self.context, self.drafting = {}, {}  # of each request: what the target gave, and the block that is under way
-        self.chain = Chain()
+        self.chain, self.numbers = Chain(), defaultdict(lambda: [0, 0])  # of each mode all rows, and those without
         self.tokens = []  # what tokens.py says of each kind of pass
         self.first_drafts = {}  # request -> the position of the first draft that is under way
         self.groups = defaultdict(Group)
@@ -225,11 +225,19 @@ class Judge:
         made = Pass(mode, own, picks, tokens, y, out, hidden, first, following)
         self.passes[kind].append(made)
         self.chain.take(kind, record["mode"], made, segments, record["tokens"])
+        self.count_numbers(mode, record, rows)
         if kind == BLOCK:
             self.begin_block(made, segments, record["tokens"])
         elif kind == "target" and "context" in record:
             made.context = record["context"][judged]
             self.keep_context(record, segments)
+
+    def count_numbers(self, mode: str, record: dict, rows: torch.Tensor) -> None:
+        """Of all rows, those besides that are not judged."""
+        every = (*record["y"], record["out"], *(record[name] for name in ("hidden", "context") if name in record))
+        are = torch.stack([one[rows].isfinite().all(dim=1) for one in every]).all(dim=0)
+        self.numbers[mode][0] += len(rows)
+        self.numbers[mode][1] += int((~are).sum())
 
     def picked(self, length: int) -> torch.Tensor:
         """The last rows, in which a token ends; and as many of the others, any, which are as good as unseen else."""
@@ -278,6 +286,8 @@ class Judge:
             if passes:
                 self.judge(kind, passes)
         self.tokens += self.chain.said()
+        of_rows = {mode: {"rows": rows, "off": off} for mode, (rows, off) in self.numbers.items()}
+        self.tokens += [{"what": NUMBERS, "mode": mode, "otherwise": {}, **one} for mode, one in of_rows.items()]
         whole, layers = defaultdict(Group), defaultdict(dict)
         for (what, mode, number), group in self.groups.items():
             whole[what, mode].merge(group)
