@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from deepseek_v4_sm120.reference import mhc, model
+from deepseek_v4_sm120.reference import compressor, index_select, mhc, model
 from deepseek_v4_sm120.reference.model import Rules
 from tests import model_by_transformers as theirs
 
@@ -17,7 +17,7 @@ NEAR = 2e-6  # they turn queries and keys in float32
 @pytest.fixture
 def unrounded(monkeypatch):
     for module, name in ((model, "stored_key"), (model, "stored_index"), (mhc, "bf16")):
-        monkeypatch.setattr(module, name, lambda values: values)
+        monkeypatch.setattr(module, name, lambda values, *_: values)
 
 
 def numbers(rules=None):
@@ -114,3 +114,28 @@ def test_tensors_are_dequantised_by_their_scales():
     assert weights("c").tolist() == [2.0] * 128
     with pytest.raises(KeyError):
         weights("d")
+
+
+def test_an_fp4_index_chooses_by_its_own_values():
+    """Beside queries and keys packed into a cache's bytes and read as index_select's own reference reads them."""
+    config = dataclasses.replace(model.Config.of(theirs.CONFIG), index_topk=8, index_fp4=True)
+    weights = model.Weights(theirs.checkpoint(), "layers.1.attn.")
+    x = theirs.made("inputs", theirs.TOKENS, theirs.CONFIG["hidden_size"], deviation=1.0).double()
+    at = torch.arange(100, len(x))
+    projected = {False: model.Projected.of(config, weights, x[at], 4, False)}
+    asked = model.Asked(config, weights, x, 4, at, projected)
+    by = model.angles(config, 4)
+    queries = model.rotated(projected[False].of_index, by * at[:, None]) @ compressor.hadamard(128, x.device)
+    packed, scales = index_select.quantise_fp4(queries.bfloat16())
+    queries = index_select.fp4_values(packed) * torch.exp2(scales.double() - 127).repeat_interleave(32, dim=-1)
+    keys = asked.entries("indexer.compressor.", True, True, True)
+    slots, pages = torch.arange(len(keys)), torch.zeros(2, 64, 1, index_select.FP4_BYTES, dtype=torch.uint8)
+    index_select.write_keys(pages, slots, keys)
+    logits = torch.relu(queries @ index_select.read_keys(pages, slots)[0].T)
+    logits = torch.einsum("rhe,rh->re", logits, x[at] @ weights("indexer.weights_proj").T)
+    logits = logits.masked_fill(slots >= (at[:, None] + 1) // 4, -torch.inf)
+    best = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(8).indices, True)
+    rule = (False, 0, True, True, True, 0, 1.0)
+    assert torch.equal(asked.chosen(*rule), best)
+    asked = model.Asked(dataclasses.replace(config, index_fp4=False), weights, x, 4, at, projected)
+    assert not torch.equal(asked.chosen(*rule), best)

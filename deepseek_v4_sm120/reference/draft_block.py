@@ -43,13 +43,15 @@ class Draft:
     stages: int
     layers: tuple[int, ...]  # of the target, behind which the context is taken
     topk: int
+    mask: int | None = None  # the token of what is drafted
 
     @classmethod
     def of(cls, raw: Mapping) -> Draft | None:
         layers = raw.get("dspark_target_layer_ids")
         if not layers:
             return None
-        return cls(len(layers), tuple(layers), raw.get("dspark_num_experts_per_tok") or raw["num_experts_per_tok"])
+        topk = raw.get("dspark_num_experts_per_tok") or raw["num_experts_per_tok"]
+        return cls(len(layers), tuple(layers), topk, raw.get("dspark_noise_token_id"))
 
 
 def context_of(config, weights: Weights, hidden: torch.Tensor, rounds: bool, normed: bool) -> torch.Tensor:

@@ -13,10 +13,11 @@ token's number and its hidden state, composed of the operators' references and o
     experts          6 of them by sqrt(softplus(router y)) + bias, or by the token's number in the first layers, weights
                      normalised times 1.5; and one that all share
 
-Nothing is rounded but what a cache stores: keys and index keys are E4M3 with their scales. `Rules` holds what an engine
-gets wrong easily; the defaults are the model, any other value is a known fault, by which a check shows that it would
-see one; but for `rounds`, which is what the coarsest right engine does: what goes into a quantised product is E4M3 by
-128s with scales 2^n, queries and the softmax's weights by 64s, and what comes out of a product is bf16.
+Nothing is rounded but what a cache stores: keys and index keys are E4M3 with their scales, index keys and queries E2M1
+where the server was told so. `Rules` holds what an engine gets wrong easily; the defaults are the model, any other
+value is a known fault, by which a check shows that it would see one; but for `rounds`, which is what the coarsest right
+engine does: what goes into a quantised product is E4M3 by 128s with scales 2^n, queries and the softmax's weights by
+64s, and what comes out of a product is bf16.
 
 Source: DeepSeek's inference/model.py and config.json.
 """
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120.reference import compressor, fp8_linear, kv_pages, mhc, mxfp4_moe, router_topk
+from deepseek_v4_sm120.reference import compressor, fp8_linear, index_select, kv_pages, mhc, mxfp4_moe, router_topk
 
 HEAD_DIM = 512
 ROTATED = 64
@@ -92,6 +93,7 @@ class Config:
     yarn_original: int
     yarn_fast: float
     yarn_slow: float
+    index_fp4: bool = False  # the index's queries and keys are E2M1: the server's choice, not config.json's
 
     @classmethod
     def of(cls, raw: Mapping) -> Config:
@@ -198,8 +200,11 @@ def stored_key(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([codes.view(torch.float8_e4m3fn).double() * scale, mhc.bf16(rows[:, kv_pages.NOPE_DIM :])], dim=1)
 
 
-def stored_index(rows: torch.Tensor) -> torch.Tensor:
-    """Index queries or keys [.., 128]: E4M3 with a float32 scale each."""
+def stored_index(rows: torch.Tensor, fp4: bool = False) -> torch.Tensor:
+    """Index queries or keys [.., 128]: E4M3 with a float32 scale each, or E2M1 with a scale 2^n for each 32."""
+    if fp4:
+        packed, exponents = index_select.quantise_fp4(rows)
+        return index_select.fp4_values(packed) * index_select.ue8m0(exponents).repeat_interleave(32, dim=-1)
     scale = rows.abs().amax(dim=-1, keepdim=True).clamp_min(AMAX_FLOOR) / E4M3_MAX
     return (rows / scale).float().to(torch.float8_e4m3fn).double() * scale
 
@@ -304,7 +309,7 @@ class Asked:
         return stored_key(mhc.bf16(self.entries("compressor.", yarn, ape, overlap)))
 
     def index_keys(self, yarn: bool, ape: bool, overlap: bool) -> torch.Tensor:
-        return stored_index(self.entries("indexer.compressor.", yarn, ape, overlap))
+        return stored_index(self.entries("indexer.compressor.", yarn, ape, overlap), self.config.index_fp4)
 
     def chosen(self, rounds, position, yarn, ape, overlap, early: int, share: float) -> torch.Tensor:
         """bool [rows, entries]: those of 4 tokens that the index ranks highest among the complete ones."""
@@ -312,7 +317,8 @@ class Asked:
         turn = self.by(yarn) * (self.at + position)[:, None]
         queries = rotated(self.projected[rounds].of_index, turn) @ compressor.hadamard(INDEX_DIM, rows.device)
         head_weights = rows @ self.weights("indexer.weights_proj").T * (INDEX_DIM * config.index_heads) ** -0.5
-        scores = torch.relu(stored_index(queries) @ keys.T)  # [rows, heads, entries]
+        queries = mhc.bf16(queries) if config.index_fp4 else queries  # keys are not rounded in front of E2M1
+        scores = torch.relu(stored_index(queries, config.index_fp4) @ keys.T)  # [rows, heads, entries]
         logits = torch.einsum("rhe,rh->re", scores, head_weights)
         logits = logits.masked_fill(~complete(self.at, len(keys), 4, early), -math.inf)
         most = len(keys) if math.isinf(share) else round(config.index_topk * share)
@@ -495,9 +501,27 @@ def head(config: Config, weights: Weights, streams: torch.Tensor, norm: str = "n
     return rms_norm(torch.einsum("rj,rjh->rh", pre, streams.double()), weights(norm), config.eps)
 
 
-def draft_streams(config: Config, weights: Weights, embedded, streams: torch.Tensor, rules=None) -> torch.Tensor:
+@dataclass(frozen=True)
+class DraftRules:
+    """What the MTP block's layer begins with, and where an engine may differ."""
+
+    token: bool = True  # its half of the sum
+    streams: bool = True
+    token_normed: bool = True
+    streams_normed: bool = True
+    each: bool = True  # stream has a norm of its own
+    exchanged: bool = False  # the two matrices
+
+
+def draft_streams(
+    config: Config, weights: Weights, embedded, streams: torch.Tensor, rules=None, draft=None
+) -> torch.Tensor:
     """[rows, 4, hidden]: what the MTP block's layer begins with, of the tokens' embeddings and the target's streams."""
-    rules = rules or Rules()
-    of_token = given(rms_norm(embedded.double(), weights("enorm"), config.eps), rules.rounds) @ weights("e_proj").T
-    of_streams = given(rms_norm(streams.double(), weights("hnorm"), config.eps), rules.rounds) @ weights("h_proj").T
+    rounds, draft, streams = (rules or Rules()).rounds, draft or DraftRules(), streams.double()
+    names = ("h_proj", "e_proj") if draft.exchanged else ("e_proj", "h_proj")
+    whole = streams.shape[1:] if draft.each else (1, streams[0].numel())
+    token = rms_norm(embedded.double(), weights("enorm"), config.eps) if draft.token_normed else embedded.double()
+    unit = rms_norm(streams.view(len(streams), *whole), None, config.eps).view(streams.shape) * weights("hnorm")
+    of_token = given(token, rounds) @ weights(names[0]).T * draft.token
+    of_streams = given(unit if draft.streams_normed else streams, rounds) @ weights(names[1]).T * draft.streams
     return of_token[:, None] + of_streams

@@ -47,7 +47,8 @@ GRAPH_ROWS = 32
 GRAPH_BYTES = 512 << 20
 ARGUMENTS = (  # of SGLang's that FACTS has
     *("model_path", "tp_size", "dp_size", "pp_size", "speculative_algorithm", "speculative_num_steps"),
-    *("speculative_eagle_topk", "speculative_num_draft_tokens"),
+    *("speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_token_map"),
+    *("speculative_use_rejection_sampling", "enable_deepseek_v4_fp4_indexer"),
 )
 
 

@@ -31,7 +31,8 @@ def main():
             judge.take(one, sent.segments(one))
             passes += 1
         found = judge.finish()
-    out.write_text(json.dumps({"passes": passes, "groups": found, "missing": sent.missing()}, indent=1))
+    told = {"passes": passes, "groups": found, "tokens": judge.tokens, "missing": sent.missing()}
+    out.write_text(json.dumps(told, indent=1))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,10 @@ def case_rows(row, name: str, case: dict, stock: dict | None) -> list:
     )
     if "missing" in case:
         add("all", "parts of requests that nobody saw", len(case["missing"]), 0)
+    for one in case.get("tokens", ()):
+        is_exact = one["what"] in verdict.EXACT or one["mode"].startswith("target")
+        bar = 0 if is_exact else verdict.OTHERWISE * one["rows"]
+        add(f"{one['what']}, {one['mode']}", f"wrong ones of {one['rows']}", one["off"], bar if judged else None)
     for group in case["groups"]:
         what = f"{group['what']}, {group['mode']}"
         add(what, f"relative error beside float64, {group['rows']} rows", group["error"])

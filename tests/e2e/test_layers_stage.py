@@ -62,6 +62,13 @@ def test_the_rows_tell_a_fault_and_a_case_that_broke():
     elsewhere = group() | {"outliers": 3, "error": None}  # all rows are more than OUTLIER off, or no numbers
     missed = [row["metric"] for row in rows_of({"groups": [elsewhere]}) if row["met"] is False]
     assert missed == ["rows of another choice (experts, entries)"]
+    for what, mode, most in (
+        ("x", "target, decode", 0),
+        (verdict.BEGUN, "draft, extend", 0),
+        ("x", "draft, extend", 2),
+    ):
+        tokens = [{"what": what, "mode": mode, "rows": 100, "off": off} for off in (most, most + 1)]
+        assert [row["met"] for row in rows_of({"tokens": tokens}) if "wrong ones" in row["metric"]] == [True, False]
     weak = group(a=0.9)
     weak["faults"]["a"]["strength"] = verdict.STRONG / 2
     assert all(row["met"] is not False for row in rows_of({"groups": [weak]}))

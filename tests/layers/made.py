@@ -45,12 +45,15 @@ class Engine:
     def __init__(self, tensors, rules=None, noise=0.02):
         self.judge, self.tensors = judging.Judge(getattr(tensors, "config", CONFIG), tensors), tensors
         self.config, self.rules, self.noise = self.judge.config, rules or Rules(), noise
-        self.inputs = {}
+        self.inputs, self.streams = {}, None  # streams: behind the last pass
         self.generator = torch.Generator().manual_seed(3)
 
     def rounded(self, f):
         error = torch.randn(f.shape, generator=self.generator, dtype=torch.float64)
         return f + self.noise * f.norm() / f.numel() ** 0.5 * error
+
+    def begun(self, *given):
+        return model.draft_streams(*given)
 
     def one(self, kind, request, tokens, position, mode, hidden=None, rules=None):
         rules = rules or self.rules
@@ -59,7 +62,7 @@ class Engine:
         streams = embedded.double()[:, None].expand(-1, 4, -1)
         if kind == "draft":
             mtp = judge.weights.under("mtp.0.")
-            streams = model.draft_streams(self.config, mtp, embedded, hidden.view(len(tokens), 4, -1))
+            streams = self.begun(self.config, mtp, embedded, hidden.view(len(tokens), 4, -1))
         for number, (weights, ratio, hashed) in enumerate(judge.sublayers(kind)):
             for part in ("attn", "ffn"):
                 self.at = number, part
@@ -74,6 +77,7 @@ class Engine:
                 streams = model.behind(self.rounded(f), streams, post, comb, rules)
             if judge.draft is not None and number in judge.draft.layers:
                 context.append(streams.mean(dim=1))
+        self.streams = streams.bfloat16().flatten(1)
         of_head = judge.weights.under("mtp.0.") if kind == "draft" else judge.weights
         out = model.head(self.config, of_head, streams).bfloat16()
         positions = torch.arange(position, position + len(tokens))

@@ -14,6 +14,7 @@ LAYERS, DRAFTS, RANK, MASK = [0, 2], 3, 16, 2
 CONFIG = made.CONFIG | {
     "dspark_target_layer_ids": LAYERS,
     "dspark_block_size": DRAFTS,
+    "dspark_noise_token_id": MASK,
     "compress_ratios": [0, 4, 128, 0, 0],
 }
 PROMPT = made.tokens(70, 31)

@@ -53,7 +53,7 @@ def test_a_right_engine_is_right(checkpoint, right, monkeypatch):
     assert (found.status, found.faults, found.unjudged) == (verdict.RIGHT, [], [])
     keys = {(g["what"], g["mode"]) for g in groups}
     assert {("attention, ratio 0", "block, target_verify"), (verdict.CONTEXT, "target, extend")} <= keys
-    by_mode = {one["mode"]: one for one in judge.tokens}
+    by_mode = {one["mode"]: one for one in judge.tokens if one["what"] not in verdict.EXACT}
     assert by_mode["block, target_verify"]["rows"] >= made_block.DRAFTS and by_mode["target, extend"]["rows"] == 1
     told = {fault for g in groups if g["mode"].startswith("block") for fault in verdict.told(g)}
     assert len(told & set(OF_BLOCK)) >= 4
@@ -89,6 +89,18 @@ def test_the_markov_head_is_asked(checkpoint, markov, said, monkeypatch):
     judge = taken(checkpoint, *made_block.Engine(checkpoint, markov=markov).answers(SHORT))
     found = verdict.of(only_blocks(judge), 0, (), judge.tokens)
     assert any(said in text for text in found.faults), found
+
+
+@pytest.mark.parametrize("place, wrong", [(0, 1), (2, 1)])
+def test_a_block_that_begins_with_other_tokens_is_a_fault(checkpoint, right, place, wrong):
+    """Than the one that is known, and masks."""
+    passes, request = right
+    changed = passes[1] | {"tokens": passes[1]["tokens"].clone()}
+    changed["tokens"][place] ^= wrong
+    judge = taken(checkpoint, [passes[0], changed, *passes[2:]], request)
+    found = verdict.of([], 0, (), judge.chain.said())
+    rows = sum(one["kind"] == "block" for one in passes) * made_block.DRAFTS
+    assert found.faults == [f"{verdict.BEGUN}, block, target_verify: 1 of {rows} are others"]
 
 
 def test_gaps_are_not_judged(checkpoint, right):

@@ -111,6 +111,25 @@ def swapped(y):
     return y.flip(0)
 
 
+def another_requests(one):
+    """The second's rows are the first's, which its tokens are not."""
+    first, second = one["lengths"].tolist()
+
+    def change(y):
+        return torch.cat([y[:first], y[:second]])
+
+    return every_y(change)(one)
+
+
+def layer_twice(one):
+    return changed(one, y=[*one["y"][:2], *one["y"][:2], *one["y"][4:]])
+
+
+def nan_behind(one):
+    """In a row of a prompt of which nothing else is read."""
+    return changed(one, out=nan_in_one(one["out"]), y=[*one["y"][:-1], nan_in_one(one["y"][-1])])
+
+
 def swapped_tokens(one):
     return changed(every_y(swapped)(one), tokens=one["tokens"].flip(0))
 
@@ -130,6 +149,9 @@ WRONG = {
     "rows swapped in a pass": (lambda p: at(p, 1, every_y(swapped)), 1),
     "tokens swapped, too": (lambda p: at(p, 1, swapped_tokens), 2),
     "attention's rows swapped in one layer": (lambda p: at(p, 1, one_y(2, swapped)), 1),
+    "another request's rows": (lambda p: at(p, 0, another_requests), 1),
+    "a layer twice": (lambda p: list(map(layer_twice, p)), 1),
+    "NaN in a row that is not judged": (lambda p: at(p, 0, nan_behind), 1),
     "two layers swapped": (lambda p: list(map(layers_swapped, p)), 1),
     "tokens that are none": (lambda p: [changed(one, tokens=one["tokens"] + 100) for one in p], 2),
     "a step twice in place of the next": (lambda p: [p[0], p[1], p[1]], 2),
@@ -150,13 +172,15 @@ def test_whose_rows_they_are_is_asked(model, passes, tmp_path, capsys):
     assert status == 2 and "rows of another request, or of another run" in said
 
 
-def test_answers_that_the_last_rows_do_not_say_are_a_fault(model, passes, tmp_path, capsys):
-    """A head, or a choice, that is wrong behind layers that are right."""
-    others = [
-        one | {"output_ids": [*one["output_ids"][:-1], one["output_ids"][-1] ^ 1]} for one in made.requests(made.BATCH)
-    ]
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_answers_that_the_last_rows_do_not_say_are_a_fault(wrong, model, passes, tmp_path, capsys):
+    """A head, or a choice, that is wrong behind layers that are right; of one request alone, too."""
+    others = made.requests(made.BATCH)
+    for one in others[:wrong]:
+        one["output_ids"][-1] ^= 1
     status, said = status_of(write(tmp_path, passes, others), model, capsys=capsys)
-    assert status == 1 and "the answer's tokens, target, decode: 2 of 4 are not the greatest of their rows" in said
+    assert status == 1
+    assert f"the answer's tokens, target, decode: {wrong} of 4 are not the greatest of their rows" in said
 
 
 def test_a_planted_fault_ends_in_1(model, tmp_path, capsys):
@@ -231,6 +255,16 @@ def test_speculation_wants_its_passes(model, passes, tmp_path, capsys):
     status, said = status_of(place, model, capsys=capsys)
     assert status == 2 and "nobody saw passes of the kind block, target_verify" in said
     assert status_of(place, model, "--without-drafts")[0] == 0
+
+
+@pytest.mark.parametrize("given", [None, False, True])
+def test_the_index_is_judged_as_the_server_has_it(given, model, passes, tmp_path, monkeypatch):
+    facts = FACTS if given is None else FACTS | {"enable_deepseek_v4_fp4_indexer": given}
+    made_, found = judging.Judge, []
+    monkeypatch.setattr(judging, "Judge", lambda *args, **options: found.append(options) or made_(*args, **options))
+    assert status_of(write(tmp_path, passes, facts=facts), model, "--limit-s", "0")[0] == 2
+    assert [one["index_fp4"] for one in found] == [bool(given)]
+    assert made_(made.CONFIG, model, index_fp4=True).config.index_fp4
 
 
 class Server(http.server.ThreadingHTTPServer):

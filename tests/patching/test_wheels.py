@@ -14,6 +14,7 @@ from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Eng
 from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches import layer_record
 from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY, MODEL, MODEL_RUNNER, NCCL
 from deepseek_v4_sm120.sglang_patches.rows import scheduler
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
@@ -211,6 +212,7 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
+    assert not since(version, "0.5.14") or all(f"    {name}: " in fields for name in layer_record.ARGUMENTS)
     others = set(made.steering.rows) - {*CHOICES, *OF_GRAPHS, *OF_SEVERAL_CARDS}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert {since(version, "0.5.13")} == {name in made.steering.rows for name in OF_SEVERAL_CARDS}

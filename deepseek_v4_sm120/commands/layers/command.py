@@ -24,6 +24,7 @@ from deepseek_v4_sm120.settings import settings
 ROWS = {"cpu": 2, "cuda": 8}  # of each request's in a pass
 CARD_BYTES = 10 << 30  # free on a card that judges
 LIMIT_S = 7200.0
+INDEX_FP4 = "enable_deepseek_v4_fp4_indexer"  # SGLang's argument
 NEEDED = (  # of config.json
     *("num_hidden_layers", "hidden_size", "vocab_size", "compress_ratios", "num_attention_heads", "o_groups"),
     *("index_n_heads", "index_topk", "n_routed_experts", "num_experts_per_tok", "num_hash_layers", "swiglu_limit"),
@@ -136,7 +137,10 @@ def judged(place: Path, arguments: argparse.Namespace) -> int:
     tail = arguments.rows or ROWS[torch.device(device).type]
     progress = Progress(checkpoint.config["num_hidden_layers"])
     judge = Judge(
-        checkpoint.config, checkpoint, device, tail=tail, tell=lambda n, most: progress.step(f"layer {n - 1}")
+        *(checkpoint.config, checkpoint, device),
+        tail=tail,
+        tell=lambda n, most: progress.step(f"layer {n - 1}"),
+        index_fp4=bool(facts.get(INDEX_FP4)),
     )
     try:
         asked = record.Sent.of(sent.get("requests") or [])
@@ -155,7 +159,7 @@ def judged(place: Path, arguments: argparse.Namespace) -> int:
             groups = judge.finish()
     except record.Unjudged as error:
         return _ended(arguments, [str(error)], facts)
-    found = verdict.of(groups, judge.layers, wanted(facts, arguments), judge.tokens)
+    found = verdict.of(groups, judge.layers, wanted(facts, arguments), judge.tokens, drawn(facts))
     found.notes += [*scope(groups, asked, checkpoint.config), *notes_of(facts, asked, arguments)]
     _tell(arguments, groups, found, facts)
     return found.status
@@ -176,6 +180,11 @@ def wanted(facts: dict, arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(mode for mode in verdict.DRAFTED if chained or mode != "draft, decode")
 
 
+def drawn(facts: dict) -> bool:
+    """Whether the MTP block's drafts may be others than the greatest: drawn ones, or of a list of tokens."""
+    return any(facts.get(name) for name in ("speculative_use_rejection_sampling", "speculative_token_map"))
+
+
 def notes_of(facts: dict, asked, arguments: argparse.Namespace) -> list[str]:
     found = [f"left out by the server: {why} ({count})" for why, count in facts.get("left_out", {}).items()]
     if asked.others:
@@ -185,6 +194,10 @@ def notes_of(facts: dict, asked, arguments: argparse.Namespace) -> list[str]:
         found.append(f"what {algorithm} drafts with was not judged: verification was, which decides the answers")
     elif algorithm and arguments.without_drafts:
         found.append("drafts were not judged: verification was, which decides the answers")
+    elif algorithm and drawn(facts):
+        found.append(
+            "which tokens the MTP block drafts was not asked: by the server's flags they are drawn, or of a list"
+        )
     return found
 
 

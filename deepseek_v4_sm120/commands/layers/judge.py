@@ -28,15 +28,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from deepseek_v4_sm120.commands.layers import tokens as tokens_of
+from deepseek_v4_sm120.commands.layers.chain import Chain
 from deepseek_v4_sm120.commands.layers.groups import Group
-from deepseek_v4_sm120.commands.layers.record import BLOCK, VERIFY, Segment, Unjudged
-from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, PART
-from deepseek_v4_sm120.reference import draft_block, mhc, model, mxfp4_moe
+from deepseek_v4_sm120.commands.layers.kept import Kept
+from deepseek_v4_sm120.commands.layers.record import BLOCK, CHAINED, VERIFY, Segment, Unjudged
+from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, GIVEN, NUMBERS, PART
+from deepseek_v4_sm120.reference import draft_block, mhc, model
 from deepseek_v4_sm120.reference.draft_block import BlockRules, Draft
-from deepseek_v4_sm120.reference.model import Rules
+from deepseek_v4_sm120.reference.model import DraftRules, Rules
 
 FAULTY = 16
-MOST_DRAFTS = 16  # a pass has no more rows behind the last one whose inputs stay
 NEAR = 1e-3  # of a router's scores: whose last is nearer to the next may be given other experts
 ROUNDED = Rules(rounds=True)
 ATTENTION = {
@@ -77,6 +78,14 @@ OF_BLOCK = {  # DSPARK's drafts; with ATTENTION's, but what they say of a token 
     "the context without its norm": BlockRules(normed=False),
     "YaRN in layers without entries": Rules(yarn_without_entries=True),
 }
+OF_DRAFT = {  # the MTP block's beginning
+    "the token is not seen": DraftRules(token=False),
+    "the streams are not seen": DraftRules(streams=False),
+    "the token without its norm": DraftRules(token_normed=False),
+    "the streams without their norm": DraftRules(streams_normed=False),
+    "one norm of all four streams": DraftRules(each=False),
+    "token and streams by each other's matrix": DraftRules(exchanged=True),
+}
 EXPERTS = {
     "weights not normalised": Rules(renormalize=False),
     "no routed scale": Rules(routed_scale=1.0),
@@ -86,61 +95,6 @@ BIASED = {"bias in the weights": Rules(bias_in_weights=True)}
 HASHED = {"not by the token's number": Rules(hashed=False)}
 MIXING = {"streams mixed the other way": Rules(mixing_turned=True)}
 BLIND = "blind behind the first draft"
-
-
-class Kept(model.Weights):
-    """Weights on a device, whose dequantised tensors stay until `let_go`, but for the experts'; and their products with
-    the requests' inputs, of which the next pass has some more, and each fault the same."""
-
-    def __init__(self, tensors, prefix="", kept=None, device="cpu", made=None):
-        super().__init__(tensors, prefix)
-        self.kept, self.made, self.device = {} if kept is None else kept, {} if made is None else made, device
-
-    def under(self, prefix):
-        return Kept(self.tensors, self.prefix + prefix, self.kept, self.device, self.made)
-
-    def product(self, name, x):
-        every = self.made.setdefault(self.prefix + name, [])
-        for one in every:
-            rows = rows_alike(one[0], x)
-            if rows == len(x):
-                return one[1][:rows]
-            if rows:
-                one[:] = x, torch.cat([one[1][:rows], super().product(name, x[rows:])])
-                return one[1]
-        every.append([x, super().product(name, x)])
-        return every[-1][1]
-
-    def raw(self, name):
-        if self.prefix + name not in self.tensors:
-            raise Unjudged(f"the checkpoint has no {self.prefix}{name}")
-        return super().raw(name).to(self.device)
-
-    def rows(self, name, which):
-        """Of a table that is large: those rows alone go to the device."""
-        if self.prefix + name not in self.tensors:
-            raise Unjudged(f"the checkpoint has no {self.prefix}{name}")
-        if int(which.max()) >= len(self.tensors[self.prefix + name]) or int(which.min()) < 0:
-            raise Unjudged("a token is none of the checkpoint's")
-        return self.tensors[self.prefix + name][which.cpu()].to(self.device)
-
-    def of_expert(self, name):
-        """In float32: dequantising them was nine tenths of a layer's time, and FP4 and FP8 are exact there."""
-        weight = self.raw(f"{name}.weight")
-        if f"{name}.scale" not in self or weight.dtype == torch.float8_e4m3fn:
-            return super().__call__(name).float()
-        return mxfp4_moe.dequantize_float32(weight.view(torch.uint8), self.raw(f"{name}.scale").view(torch.uint8))
-
-    def let_go(self) -> None:
-        self.kept.clear()
-        self.made.clear()
-
-    def __call__(self, name):
-        if ".experts." in self.prefix:
-            return self.of_expert(name)
-        if self.prefix + name not in self.kept:
-            self.kept[self.prefix + name] = super().__call__(name)
-        return self.kept[self.prefix + name]
 
 
 @dataclass
@@ -162,6 +116,8 @@ class Pass:
     anchors: list = field(default_factory=list)  # and the one that the block begins with
     context: torch.Tensor | None = None  # of the target's judged rows: what DSPARK's draft is given of them
     windows: list = field(default_factory=list)  # of a block's segments: the newest of that, and one more
+    sources: list = field(default_factory=list)  # of a draft's judged rows: where their streams were made, or None
+    begin: int = 0  # of its judged rows among those of all passes
 
 
 @dataclass
@@ -195,19 +151,25 @@ class Before:
     post: torch.Tensor | None = None
     comb: torch.Tensor | None = None
     made: Made | None = None
+    begun: dict = field(default_factory=dict)  # {fault: the streams of a draft that begins so}
 
 
 class Judge:
     """faults: the names of those that are looked for; None: all. tail: how many rows of each request's in a pass are
-    judged, the last ones and as many of the others; None: all. tell(number, of how many): a layer was judged."""
+    judged, the last ones and as many of the others; None: all. tell(number, of how many): a layer was judged.
+    index_fp4: the server's index cache is FP4."""
 
-    def __init__(self, config: dict, tensors, device="cpu", faults=None, tail=None, tell: Callable | None = None):
-        self.config, self.weights, self.device = model.Config.of(config), Kept(tensors, device=device), device
+    def __init__(
+        self, config: dict, tensors, device="cpu", faults=None, tail=None, tell: Callable | None = None, index_fp4=False
+    ):
+        self.config, self.device = replace(model.Config.of(config), index_fp4=index_fp4), device
+        self.weights = Kept(tensors, device=device)
         self.faults, self.hidden, self.layers = faults, config["hidden_size"], config["num_hidden_layers"]
         self.drawn = random.Random()
         self.tail, self.tell = tail, tell or (lambda number, most: None)
         self.passes, self.draft = {"target": [], "draft": [], BLOCK: []}, Draft.of(config)
         self.context, self.drafting = {}, {}  # of each request: what the target gave, and the block that is under way
+        self.chain, self.numbers = Chain(), defaultdict(lambda: [0, 0])  # of each mode all rows, and those without
         self.tokens = []  # what tokens.py says of each kind of pass
         self.first_drafts = {}  # request -> the position of the first draft that is under way
         self.groups = defaultdict(Group)
@@ -241,7 +203,10 @@ class Judge:
                 self.first_drafts.setdefault(one.request, one.start)
         rows = torch.cat([torch.arange(one.rows.start, one.rows.stop) for one in segments])
         lengths = [one.end - one.start for one in segments]
-        picks = [self.picked(length) for length in lengths]
+        picks = [
+            self.chain.picked(record["mode"], one) if kind == "draft" and self.tail is not None else self.picked(length)
+            for one, length in zip(segments, lengths, strict=True)
+        ]
         judged = torch.cat([one.rows.start + pick for one, pick in zip(segments, picks, strict=True)])
         y = [one[judged if number % 2 else rows] for number, one in enumerate(record["y"])]
         hidden, begin, own = record.get("hidden"), 0, []
@@ -259,11 +224,20 @@ class Judge:
         ]
         made = Pass(mode, own, picks, tokens, y, out, hidden, first, following)
         self.passes[kind].append(made)
+        self.chain.take(kind, record["mode"], made, segments, record["tokens"])
+        self.count_numbers(mode, record, rows)
         if kind == BLOCK:
             self.begin_block(made, segments, record["tokens"])
         elif kind == "target" and "context" in record:
             made.context = record["context"][judged]
             self.keep_context(record, segments)
+
+    def count_numbers(self, mode: str, record: dict, rows: torch.Tensor) -> None:
+        """Of all rows, those besides that are not judged."""
+        every = (*record["y"], record["out"], *(record[name] for name in ("hidden", "context") if name in record))
+        are = torch.stack([one[rows].isfinite().all(dim=1) for one in every]).all(dim=0)
+        self.numbers[mode][0] += len(rows)
+        self.numbers[mode][1] += int((~are).sum())
 
     def picked(self, length: int) -> torch.Tensor:
         """The last rows, in which a token ends; and as many of the others, any, which are as good as unseen else."""
@@ -283,6 +257,9 @@ class Judge:
             window = self.context[segment.source][: segment.start] if segment.start else made.out[:0]
             made.windows.append(window[-(Rules().window + 1) :])
             made.anchors += [int(tokens[segment.rows.start])] * len(pick)
+            if self.draft.mask is not None:
+                behind = tokens[segment.rows].tolist()[1:]
+                self.chain.count(made.mode, behind, (self.draft.mask,) * len(behind))
             self.drafting[segment.request] = made, begin, (segment.start + pick).tolist()
             begin += len(pick)
 
@@ -308,6 +285,9 @@ class Judge:
         for kind, passes in self.passes.items():
             if passes:
                 self.judge(kind, passes)
+        self.tokens += self.chain.said()
+        of_rows = {mode: {"rows": rows, "off": off} for mode, (rows, off) in self.numbers.items()}
+        self.tokens += [{"what": NUMBERS, "mode": mode, "otherwise": {}, **one} for mode, one in of_rows.items()]
         whole, layers = defaultdict(Group), defaultdict(dict)
         for (what, mode, number), group in self.groups.items():
             whole[what, mode].merge(group)
@@ -348,8 +328,13 @@ class Judge:
         def behind(streams):
             return streams.flatten(1) if kind == BLOCK else model.head(self.config, of_head, streams)
 
-        self.context_behind(before, passes, modes, *self.boundary(before, modes, seen, behind))
-        if self.faults is None and kind != "draft":
+        last = self.boundary(before, modes, seen, behind)
+        self.context_behind(before, passes, modes, *last)
+        if self.passes["draft"] and kind != BLOCK:
+            self.chain.keep(kind, passes, *last)
+        for mode, *given in self.chain.given(passes) if kind == "draft" else ():
+            self.groups[GIVEN, mode, 0].add(*(one.to(self.device) for one in given), {})
+        if self.faults is None:
             self.ask_tokens(kind, passes)
 
     def ask_tokens(self, kind, passes) -> None:
@@ -364,7 +349,8 @@ class Judge:
                 rows = draft_block.behind_head(self.config, last, rows.view(len(rows), 4, -1))
                 found = tokens_of.of_drafts(self.weights, rows, in_front, anchors, following)
             else:
-                found = tokens_of.of_answers(self.weights, rows, following)
+                what = tokens_of.DRAFTED if kind == "draft" else tokens_of.NEXT
+                found = tokens_of.of_answers(self.weights, rows, following, what)
             self.tokens += [] if found is None else [found | {"mode": mode}]
 
     def context_behind(self, before: Before, passes, modes, streams, rounded) -> None:
@@ -383,13 +369,14 @@ class Judge:
     def begun(self, kind, passes, tokens) -> Before:
         embedded = self.weights.rows("embed.weight", tokens)
         streams = rounded = embedded.double()[:, None].expand(-1, 4, -1)
-        if kind == "draft":
-            hidden = torch.cat([p.hidden for p in passes]).to(self.device).view(len(tokens), 4, -1)
-            streams, rounded = (
-                model.draft_streams(self.config, self.weights.under("mtp.0."), embedded, hidden, rules)
-                for rules in (Rules(), ROUNDED)
-            )
-        return Before(EMBEDDING, 0, streams, rounded)
+        if kind != "draft":
+            return Before(EMBEDDING, 0, streams, rounded)
+        hidden = torch.cat([p.hidden for p in passes]).to(self.device).view(len(tokens), 4, -1)
+        at = self.config, self.weights.under("mtp.0."), embedded, hidden
+        found = Before(EMBEDDING, 0, model.draft_streams(*at), model.draft_streams(*at, ROUNDED))
+        asked = {name: rules for name, rules in self.asked(OF_DRAFT).items() if name is not None}
+        found.begun = {name: model.draft_streams(*at, draft=rules) for name, rules in asked.items()}
+        return found
 
     def boundary(self, before: Before, modes, seen, entering):
         """(streams, those of a coarse right engine) in front of a sublayer whose inputs were `seen`."""
@@ -402,7 +389,8 @@ class Judge:
         for mode in dict.fromkeys(modes):
             rows = torch.tensor([i for i, one in enumerate(modes) if one == mode], device=self.device)
             group = self.groups[before.what, mode, before.number]
-            effects = {} if made is None else self.effects(before, rows, entering)
+            effects = {name: entering(one[rows]) for name, one in before.begun.items()}
+            effects |= {} if made is None else self.effects(before, rows, entering)
             kept[rows] = group.add(seen[rows], truth[rows], coarse[rows], effects)
         self.add_units(before, modes, streams, (seen, truth, coarse, kept), entering)
         return streams, rounded
@@ -546,15 +534,6 @@ class Judge:
         return {None: Rules()} | {k: v for k, v in faults.items() if self.faults is None or k in self.faults}
 
 
-def rows_alike(old: torch.Tensor, new: torch.Tensor) -> int:
-    """At the beginning of both; all, all but those of the last drafts, or none."""
-    if old is new:
-        return len(new)
-    most = min(len(old), len(new))
-    tried = (most, most - MOST_DRAFTS)
-    return next((rows for rows in tried if rows > 0 and torch.equal(old[:rows], new[:rows])), 0)
-
-
 def without_expert(made, shares, rows, slots) -> torch.Tensor:
     return -made[rows, slots] * shares[rows, slots, None]
 
@@ -577,4 +556,4 @@ def faulty_ones(passes) -> list[bool]:
 
 def is_chained(record) -> bool:
     """Whether a pass drafts behind other drafts: one row a request, by the MTP block."""
-    return record["kind"] == "draft" and record["mode"] == "DECODE"
+    return record["kind"] == "draft" and record["mode"] == CHAINED

@@ -15,6 +15,7 @@ from deepseek_v4_sm120.reference.mhc import STREAMS
 from deepseek_v4_sm120.sglang_patches.rows.layers import FACTS
 
 PROMPT, VERIFY = "EXTEND", "TARGET_VERIFY"
+CHAINED = "DECODE"  # the mode of a draft behind a draft
 BLOCK = "block"  # the kind of DSPARK's drafts
 
 
@@ -31,6 +32,7 @@ class Segment:
     rows: slice
     source: int | None
     following: tuple = ()  # of each row the token that the answer has behind it; None: it is not known
+    given: tuple = ()  # of each row of a draft's the token that it must have; None: it is not known
 
     @property
     def end(self) -> int:
@@ -46,6 +48,7 @@ class Sent:
     _slots: dict = field(default_factory=dict)  # SGLang's place of a request -> which it is
     _known: dict = field(default_factory=dict)  # (kind, request) -> positions of which the inputs are known
     _seen: dict = field(default_factory=dict)  # (request, whether of its prompt) -> positions that the target computed
+    _as_sent: dict = field(default_factory=dict)  # request -> up to where its last verification has what was answered
     others: int = 0  # rows of requests that are none of these
 
     @classmethod
@@ -71,7 +74,8 @@ class Sent:
                 self._check(request, start, tokens[rows], mode)
             following = self._following(request, start, tokens[rows]) if kind == "target" else ()
             source = self._source("target" if kind == BLOCK else kind, request, start, mode)
-            found.append(Segment(request, start, rows, source, following))
+            given = self._given(kind, request, start, rows.stop - rows.start, mode) if kind != "target" else ()
+            found.append(Segment(request, start, rows, source, following, given))
             if kind != BLOCK:
                 self._known[kind, request] = found[-1].end
         return found
@@ -92,6 +96,8 @@ class Sent:
                 f"a pass ({mode.lower()}) has token {tokens[0]} at position {start} of request {request}, whose answer "
                 f"has {whole[start]} there: rows of another request, or of another run"
             )
+        same = [start + i < len(whole) and whole[start + i] == one for i, one in enumerate(tokens)]
+        self._as_sent[request] = start + (same.index(False) if False in same else len(same))
         seen = self._seen.setdefault((request, mode == PROMPT), set())
         seen.update(start + i for i, one in enumerate(tokens) if start + i >= len(whole) or whole[start + i] == one)
 
@@ -102,6 +108,16 @@ class Sent:
         at = range(start + 1, start + 1 + len(tokens))
         known = [ok and prompt <= i < len(whole) for ok, i in zip(as_sent, at, strict=True)]
         return tuple(whole[i] if ok else None for ok, i in zip(known, at, strict=True))
+
+    def _given(self, kind: str, request: int, start: int, count: int, mode: str) -> tuple:
+        """Each row of the MTP block has the token behind its own position; a block of DSPARK's begins with the one at
+        its own. Which a draft has behind another draft, and behind one that was refused, no answer says."""
+        whole = self.tokens[request]
+        if kind == BLOCK:
+            return (whole[start] if start < len(whole) else None,)
+        most = len(whole) if mode == PROMPT else self._as_sent.get(request, 0) if mode != CHAINED else 0
+        at = range(start, start + count)
+        return tuple(whole[i + 1] if i < most and i + 1 < len(whole) else None for i in at)
 
     def _source(self, kind: str, request: int, start: int, mode: str) -> int | None:
         """None: there is nothing before. A prefix that the cache had is another request's."""

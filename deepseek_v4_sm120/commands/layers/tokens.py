@@ -1,7 +1,8 @@
 """Whether the tokens that an engine went on with are those that its own last rows say: greedy, as it was asked.
 
-Of an answer: the greatest of the vocabulary's weights times `out`. Of DSPARK's drafts: of its streams through the last
-stage's head, and the Markov head's of the token in front. What is further below the greatest than a near tie is `off`.
+Of an answer, and of the MTP block's drafts: the greatest of the vocabulary's weights times `out`. Of DSPARK's: of its
+streams through the last stage's head, and the Markov head's of the token in front. What is further below the greatest
+than a near tie is `off`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ NO_MARKOV, OF_FIRST = "no Markov head", "the Markov head of the block's first to
 NEXT, DRAFTED = "the answer's tokens", "the drafts' tokens"
 
 
-def of_answers(weights, rows: torch.Tensor, following: list) -> dict | None:
+def of_answers(weights, rows: torch.Tensor, following: list, what: str = NEXT) -> dict | None:
     """rows [n, hidden], what the vocabulary's weights are multiplied with; following: the tokens, or None."""
     known = [i for i, token in enumerate(following) if token is not None]
     if not known:
         return None
     found = draft_block.logits(weights.raw("head.weight"), rows[known])
-    return {"what": NEXT, "rows": len(known), "off": off(found, [following[i] for i in known]), "otherwise": {}}
+    return {"what": what, "rows": len(known), "off": off(found, [following[i] for i in known]), "otherwise": {}}
 
 
 def of_drafts(weights, rows: torch.Tensor, before: list, first: list, following: list) -> dict | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-EMBEDDING, CONTEXT = "embedding", "the drafts' context"
+EMBEDDING, CONTEXT, GIVEN = "embedding", "the drafts' context", "the streams that drafts begin with"
+BEGUN, NUMBERS = "the tokens that drafts begin with", "rows of requests"
+EXACT = {BEGUN: "are others", NUMBERS: "have what is no number"}  # of which none may be off
 PART = "a part of it is missing"  # the share is how much
 SHARE = 0.25  # of a known fault in an error; an engine that has it would be at 1
 CLEAR = 0.04  # a fault's share is told where chance alone would make of it less than this,
@@ -61,9 +63,11 @@ def is_there(fault: str, group: dict, least: float) -> bool:
     return one is not None and fault in told(group) and abs(one["share"]) > max(least, SURE * abs(one["chance"]))
 
 
-def of(groups: list[dict], layers: int, wanted: tuple[str, ...], tokens: list[dict] | None = None) -> Verdict:
+def of(
+    groups: list[dict], layers: int, wanted: tuple[str, ...], tokens: list[dict] | None = None, drawn: bool = False
+) -> Verdict:
     """layers: of the model; wanted: the kinds of passes that must be there; tokens: what tokens.py found, None: it was
-    not asked."""
+    not asked; drawn: the MTP block's drafts need not be the greatest."""
     found = Verdict()
     lacks = [mode for mode in wanted if mode not in {group["mode"] for group in groups if group["rows"]}]
     if lacks:
@@ -77,7 +81,11 @@ def of(groups: list[dict], layers: int, wanted: tuple[str, ...], tokens: list[di
         return found
     for group in groups:
         _of_group(group, found)
-    _of_tokens(tokens, wanted, found)
+    if tokens is not None:
+        _of_tokens(tokens, wanted, found, drawn)
+        lacks = [mode for mode in wanted if mode.startswith("draft") and (GIVEN, mode) not in _seen(groups)]
+        if lacks:
+            found.unjudged.append(f"nobody saw where their streams came from: passes of the kind {' and '.join(lacks)}")
     for mode in wanted if layers else ():
         if not mode.startswith("target"):
             continue
@@ -105,21 +113,28 @@ def _alone(groups: list[dict], faults: set) -> list[str]:
     return [f"{fault} ({len(unsure[fault])} of {len(asked[fault])})" for fault in asked if unsure[fault]]
 
 
-def _of_tokens(tokens: list[dict] | None, wanted: tuple[str, ...], found: Verdict) -> None:
-    for one in tokens or ():
+def _seen(groups: list[dict]) -> set:
+    return {(group["what"], group["mode"]) for group in groups if group["rows"]}
+
+
+def _of_tokens(tokens: list[dict], wanted: tuple[str, ...], found: Verdict, drawn: bool) -> None:
+    asked = [one for one in tokens if one["what"] not in EXACT and not (drawn and one["mode"].startswith("draft"))]
+    for one in asked:
         where, few = f"{one['what']}, {one['mode']}", 1 if one["rows"] < 1 / OTHERWISE else 0
-        if one["off"] > max(OTHERWISE * one["rows"], few) or 0 < one["rows"] == one["off"]:
+        # a near tie is not off: of an answer's none may be, of drafts those that a smaller copy of the head missed
+        most = 0 if one["mode"].startswith("target") else max(OTHERWISE * one["rows"], few)
+        if one["off"] > most or 0 < one["rows"] == one["off"]:
             as_if = [name for name, off in one["otherwise"].items() if off <= OTHERWISE * one["rows"]]
             why = f": {' or '.join(as_if)}" if as_if else ""
             found.faults.append(f"{where}: {one['off']} of {one['rows']} are not the greatest of their rows{why}")
-    modes = {one["mode"] for one in tokens or ()}
-    lacks = (
-        []
-        if tokens is None
-        else [mode for mode in wanted if mode.startswith(("target", "block")) and mode not in modes]
-    )
+    for one in tokens:
+        if one["what"] in EXACT and one["off"]:
+            said = EXACT[one["what"]]
+            found.faults.append(f"{one['what']}, {one['mode']}: {one['off']} of {one['rows']} {said}")
+    modes = {one["mode"] for one in asked if one["rows"]}
+    lacks = [mode for mode in wanted if mode not in modes and not (drawn and mode.startswith("draft"))]
     if lacks:
-        found.unjudged.append(f"no token was seen behind passes of the kind {' and '.join(lacks)}")
+        found.unjudged.append(f"no token was seen behind passes of the kind {' and '.join(lacks)}: ask for more, --new")
 
 
 def _of_group(group: dict, found: Verdict) -> None:
