@@ -30,7 +30,7 @@ class Manager:
     """A tokenizer manager: what is asked of it, and how ready the server said it was then."""
 
     is_generation, context_len, max_req_input_len, tokenizer = True, 1 << 20, 40000, "a tokenizer"
-    gracefully_exit, refused, hangs = False, (), ()
+    gracefully_exit, refused, hangs, left = False, (), (), 0
 
     def __init__(self, events, loop):
         self.events, self.event_loop, self.server_status, self.asked = events, loop, Status.Starting, []
@@ -40,7 +40,10 @@ class Manager:
         self.events.append((len(request["input_ids"]), self.server_status))
         if any(name in request["sampling_params"] for name in self.refused):
             raise ValueError("no grammar here")
-        await asyncio.sleep(3600 if len(self.asked) in self.hangs else 0)
+        try:
+            await asyncio.sleep(3600 if len(self.asked) in self.hangs else 0)
+        finally:
+            self.left += 1
         yield {}
 
 
@@ -156,13 +159,15 @@ def test_what_is_refused_is_told_and_stops_nothing(start, served_card, told):
     assert all("json_schema" not in one["sampling_params"] for one in manager.asked)
 
 
-def test_a_request_that_is_never_answered_is_given_up(start, served_card, told, monkeypatch):
+def test_a_request_that_is_never_answered_is_given_up(start, served_card, told, monkeypatch, loop):
     monkeypatch.setattr(first_requests, "LIMIT_S", 0.2)
     manager, events = start("0.5.23", changes={"hangs": (3,)})
     assert events[-1] == READY and manager.server_status is Status.Up and len(manager.asked) == 3
     assert [text for kind, text in told if kind == "warn"][0].endswith(
         "behind more of it, from the cache: given up after 0 s"
     )
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result()
+    assert manager.left == 3  # so that SGLang aborts it
 
 
 def test_nothing_more_is_asked_of_a_server_that_ends(start, served_card):

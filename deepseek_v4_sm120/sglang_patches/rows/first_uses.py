@@ -31,7 +31,10 @@ PLAIN_SCALING = Patch(
     "torch.compile, and so do all streams: seconds, in each process anew",
     targets=(
         targets_of_fix("plain_scaling")(
-            f"{REPETITION}:apply_scaling_penalties", "apply", Parameters(("logits", "scaling_penalties"))
+            f"{REPETITION}:apply_scaling_penalties",
+            "apply",
+            Parameters(("logits", "scaling_penalties")),
+            rebound=True,
         ),
     ),
     retire="when SGLang does not compile it",
