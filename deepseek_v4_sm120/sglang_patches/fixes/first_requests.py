@@ -8,13 +8,14 @@ others' streams run, and every card's scheduler, and so every stream, waits for 
   requests, has reached, 0.2 to 0.7 s each on a slow core; so the tables of a prompt's rows, where the rows are a
   multiple of 16 once more; and the mask of a grammar. Each is loaded beside torch's memory, of which SGLang's own log
   warns from 0.5.18 on;
-- the first whole chunk of a prompt, the first prefix from the cache, and the first passes of one row and of many grow
-  torch's pool and have NCCL connect for their sums.
+- the first whole chunk of a prompt grows torch's pool, and its sums, and a draw that is sent to all cards, are NCCL's
+  first of their kind.
 
 Here, behind SGLang's own warm-up and before its log says "ready", the server answers a few short requests of each kind:
-a prompt longer than a chunk, the same from the cache, one row behind a cached page, sampled, with a schema, these at
-once, and batches of up to each power of two. /health says 503 meanwhile, as during SGLang's. With what was compiled at
-an earlier start that is a matter of seconds; the log says how long it took. What is refused is told and stops nothing.
+a prompt of a chunk and one row, more of it from the cache, two that sample, one with a schema, these at once, and
+batches to each power of two. /health says 503 meanwhile, as during SGLang's. With what was compiled at an earlier start
+that is a matter of seconds; the log says how long it took. What is refused is told and stops nothing. In the prefix
+cache stays that one prompt, until others need its room: a page is more than the others have.
 
 Not with data parallel attention, whose ranks would each need their own, nor where prefill and decode are apart. This
 runs in the process that answers over HTTP, in the thread of SGLang's warm-up.
