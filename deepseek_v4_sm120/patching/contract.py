@@ -18,7 +18,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 _MAX_REEXPORTS = 5
 # Decorators that leave alone what a function is called with and what it gives, by their last name
-_TRANSPARENT = ("disable", "inference_mode", "no_grad", "override")
+_TRANSPARENT = ("compile", "disable", "inference_mode", "no_grad", "override")
 HANDED_THROUGH = "..."  # as a default in Parameters
 _PLATFORMS = ("Amd", "AMD", "Hip", "HIP", "Rocm", "Npu", "NPU", "Ascend", "Xpu", "XPU", "Cpu", "CPU", "Musa", "MUSA")
 # (is async, yields) -> what it is

@@ -1,8 +1,10 @@
 """What adapters read of objects that are not SGLang's, and what they read where something else is there, for
-test_wheel_attributes.py, which has no room for what `abort_names` and `fp8_linear` read of SGLang's."""
+test_wheel_attributes.py, which has no room for what `abort_names`, `first_requests`, `fp8_linear` read of SGLang's."""
 
 import torch
 
+from deepseek_v4_sm120.sglang_patches.rows.first_uses import HTTP_SERVER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH, REQUEST, SCHEDULER
 
@@ -13,6 +15,16 @@ OF_ABORTS = {
     "entry": ((f"{SRT}.disaggregation.decode:DecodeRequest",),),
     "scheduler.grammar_manager": ((f"{SRT}.constrained.grammar_manager:GrammarManager",),),
 }
+
+OF_FIRST_REQUESTS = {
+    "manager": ((TOKENIZER_MANAGER,),),
+    "importlib.import_module(HTTP_SERVER)": ((HTTP_SERVER,),),
+    "importlib.import_module(HTTP_SERVER)._global_state": ((f"{HTTP_SERVER}:_GlobalState",),),
+    "importlib.import_module(REQUESTS)": ((f"{SRT}.managers.io_struct",),),
+    "type(is_up)": ((f"{TOKENIZER_MANAGER.partition(':')[0]}:ServerStatus",),),
+}
+
+OF_FIXES = {"abort_names": OF_ABORTS, "first_requests": OF_FIRST_REQUESTS}
 
 OF_SHARED = {  # experts, of the layer that runs
     "layers.layer": ((LAYER,), (CUDA_LAYER,)),
@@ -54,6 +66,7 @@ OURS = {
     **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
+    "first_requests": {"asked", "called", "given"},
     "long_calls": {"START", "TEXT", "start", "whole"},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {

@@ -449,6 +449,10 @@ TREE_0_5_17 = {
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/function_call/utils.py": "def _find_common_prefix(s1, s2):\n    return s1\n",
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
+    "sglang/srt/entrypoints/http_server.py": "def _execute_server_warmup(server_args): return True\n"
+    "def _wait_and_warmup(server_args, launch_callback=None, execute_warmup_func=_execute_server_warmup): pass\n",
+    "sglang/srt/sampling/penaltylib/repetition_penalty.py": "def apply_scaling_penalties(logits, scaling_penalties):\n"
+    "    pass\n",
     "sglang/srt/entrypoints/openai/encoding_dsv4.py": "def encode_messages(messages, thinking_mode): pass\n"
     "def render_tools(tools):\n    return tools\n"
     "def render_message(index, messages, thinking_mode, drop_thinking=True):\n    return ''\n",

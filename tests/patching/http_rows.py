@@ -1,5 +1,6 @@
 """Where each release has what the rows of the processes that answer over HTTP replace: patch -> its last target."""
 
+from deepseek_v4_sm120.sglang_patches.rows import first_uses
 from deepseek_v4_sm120.sglang_patches.rows import http_server as http
 from tests.patching.wheels import since
 
@@ -13,6 +14,7 @@ EVERYWHERE = {
     "empty_stops": http.SAMPLING,
     "unseen_pictures": http.CHAT,
     "known_schemas": http.VALIDATOR,
+    "plain_scaling": first_uses.REPETITION,
 }
 LAST_OF_TURNS = {False: http.MESSAGES, True: http.RECIPE}  # since recipe
 LAST_OF_CALLS = {False: http.CHAT, True: http.CUSTOM_INPUT}  # since a call is told when it is whole
@@ -26,6 +28,7 @@ BETWEEN = {  # where, from a release on, before another
     "text_parts": (http.CHAT, "0.5.12", "0.5.23"),
     "cut_arguments": (http.CHAT, "0.5.14", "0.5.23"),
     "echoed_items": (http.RESPONSES, "0.5.14", "0.5.18"),
+    "first_requests": (first_uses.HTTP_SERVER, "0.5.14", "0.6"),
     "developer_items": (http.RESPONSES, "0.5.20", "0.6"),
     "system_reminders": (http.MESSAGES, "0.5.15", "0.6"),
     "thought_history": (http.MESSAGES, "0.5.14", "0.5.19"),

@@ -219,9 +219,10 @@ def main():
     asked = {name: rest for name, (until, *rest) in MENDED.items() if not since(version, until)}
     found["alone"] = {name: outcome(version, *rest)["wrong"] for name, rest in asked.items()}
     if seeds:
-        from tests.patching import slots_waiting
+        from tests.patching import slots_first_requests, slots_waiting
 
         found["waiting"] = {"alone": slots_waiting.alone(version)}
+        found["forms"] = slots_first_requests.of_suite(version)
     everything().take_ours()
     if seeds:
         found["waiting"]["ours"] = slots_waiting.with_ours(version)

@@ -21,7 +21,7 @@ STOOD_IN = {
     *("torchvision", "torchaudio", "torchao", "decord", "soundfile", "compressed_tensors", "gguf"),
     *("xgrammar", "outlines", "llguidance", "interegular", "openai", "openai_harmony", "tiktoken", "sentencepiece"),
     *("IPython", "uvloop", "uvicorn", "aiohttp", "prometheus_client", "datasets", "scipy", "setproctitle", "cutlass"),
-    "jsonschema",
+    *("jsonschema", "python_multipart"),
 }
 MEMORY = 97887 << 20
 

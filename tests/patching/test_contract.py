@@ -70,6 +70,7 @@ NORM = Parameters(("self", "x", "norm=None", "batch=...", "*", "scale=1.0"))
         ("def f(self, x, norm=None, batch=None, *, scale=1.0): pass", None),
         ("def f(self, x, norm=None, batch=SENTINEL, *, scale=1.0): pass", None),  # handed through
         ("def f(self, x, norm, batch, *, scale): pass", None),  # always given then
+        ("@torch.compile(dynamic=True)\ndef f(self, x, norm=None, batch=None, *, scale=1.0): pass", None),
         ("@torch.no_grad()\n@override\ndef f(self, x, norm=None, batch=None, *, scale=1.0): pass", None),
         ("def f(self, x, norm=(), batch=None, *, scale=1.0): pass", "the default of norm is (), expected None"),
         ("def f(self, x, norm=None, batch=None, *, scale=2.0): pass", "the default of scale is 2.0, expected 1.0"),

@@ -51,6 +51,18 @@ def test_every_slot_holds_what_its_readers_take_it_for(found):
     check_what_ours_mends(found, {"priorities", "two chunks"})
     check_hierarchy(found["hierarchy"])
     check_waiting(**found["waiting"])
+    check_first_requests(found["forms"])
+
+
+def check_first_requests(found):
+    """A day of requests asks for no form of a kernel that first_requests has not met; without its batches it does, and
+    without those whose rows are whole sixteens."""
+    for name, needed in (("plain", ("alone",)), ("EAGLE", ("alone", "odd"))):
+        asked = {whose: {tuple(one) for one in forms} for whose, forms in found[name].items()}
+        assert len({kernel for kernel, _ in asked["day"] if not kernel.startswith("prompts")}) == 2
+        assert max(form for _, form in asked["day"]) == 4
+        assert asked["day"] <= asked["first"]
+        assert not any(asked["day"] <= asked[whose] for whose in needed)
 
 
 def check_hierarchy(found):

@@ -1,0 +1,160 @@
+"""What is compiled, loaded or allocated at a first use is, before the server says that it is ready.
+
+SGLang's warm-up is one greedy request of a few tokens. All else that requests bring is met for the first time while
+others' streams run, and every card's scheduler, and so every stream, waits for it:
+
+- from 0.5.21 on the first sampled step with EAGLE has nvcc compile the kernel that accepts drafts;
+- Triton compiles SGLang's allocator of KV pages anew for each power of two that a batch of prompts, or of running
+  requests, has reached, 0.2 to 0.7 s each on a slow core; so the tables of a prompt's rows, where the rows are a
+  multiple of 16 once more; and the mask of a grammar. Each is loaded beside torch's memory, of which SGLang's own log
+  warns from 0.5.18 on;
+- the first whole chunk of a prompt grows torch's pool, and its sums, and a draw that is sent to all cards, are NCCL's
+  first of their kind.
+
+Here, behind SGLang's own warm-up and before its log says "ready", the server answers a few short requests of each kind:
+a prompt of a chunk and one row, more of it from the cache, two that sample, one with a schema, these at once, and
+batches to each power of two. /health says 503 meanwhile, as during SGLang's. With what was compiled at an earlier start
+that is a matter of seconds; the log says how long it took. What is refused is told and stops nothing. In the prefix
+cache stays that one prompt, until others need its room: a page is more than the others have.
+
+Not with data parallel attention, whose ranks would each need their own, nor where prefill and decode are apart. This
+runs in the process that answers over HTTP, in the thread of SGLang's warm-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import importlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters.argument_defaults import accessors
+
+PATCH, HTTP_SERVER, EXECUTE = "first_requests", "sglang.srt.entrypoints.http_server", "execute_warmup_func"
+REQUESTS = "sglang.srt.managers.io_struct"
+PAGE = 256  # tokens, of this model in all releases
+TOKENS, LONG_TOKENS = 4, 16  # of an answer: a few steps with drafts, too; as many as others need to join
+ROWS = 16  # a kernel that is told how many rows there are has a form of its own where they are a multiple of this
+BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)  # to each power of two, and between them where it is a multiple itself
+CHUNK = 8192  # where chunks have no bound
+LIMIT_S = 600.0  # as long as SGLang waits for its own
+SLOW_S = 1.0
+SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
+KINDS = {
+    "sampled": {"temperature": 1.0},
+    "sampled of few tokens": {"temperature": 1.0, "top_p": 0.9, "top_k": 20},
+    "with a schema": {"json_schema": SCHEMA, "ignore_eos": False},  # it ends where the schema is complete
+}
+
+
+def prompt(number: int, length: int) -> list[int]:
+    """Tokens of the vocabulary's midst, no two prompts with the same first one; the same ones at every start."""
+    return [1000 + (7919 * index + 101 * number) % 20000 for index in range(length)]
+
+
+def body(number: int, length: int, tokens: int = TOKENS, **params) -> dict:
+    """Greedy, and of so many tokens, where `params` say nothing else."""
+    given = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": tokens} | params
+    return {"input_ids": prompt(number, length), "sampling_params": given, "log_metrics": False}
+
+
+def rounds(chunk: int, longest: int, slots: int, has_grammars: bool) -> Iterator[tuple[str, list[dict]]]:
+    """(what it is, requests that are asked at once), one round behind the other.
+
+    longest   tokens that a request may have
+    slots     requests that run at once, at most
+    """
+    kinds = {name: params for name, params in KINDS.items() if has_grammars or "json_schema" not in params}
+    of_chunk = min(chunk + 1, longest - PAGE)
+    if of_chunk > PAGE:
+        yield "a chunk and a row", [body(0, of_chunk)]
+        yield "more of it, from the cache", [body(0, of_chunk + PAGE // 2)]
+    numbers = iter(range(1, 1000))
+    for kind, params in kinds.items():
+        yield kind, [body(next(numbers), 5, **params)]
+    at_once = [{}, *kinds.values()] * 2
+    yield "all at once", [body(next(numbers), 5 + extra, LONG_TOKENS, **one) for extra, one in enumerate(at_once)]
+    for batch in BATCHES:
+        if batch < 2 * slots:  # the first request is read alone, the others as one batch; then all run
+            odd = [body(next(numbers), 3 + (index == 1), LONG_TOKENS) for index in range(batch + 1)]
+            yield f"{batch + 1} at once", odd
+            yield f"{batch + 1} at once, of {ROWS}", [body(next(numbers), ROWS) for _ in range(batch + 1)]
+
+
+def replace_warm_up(original: Callable) -> Callable:
+    """For _wait_and_warmup(server_args, ..): it runs the warm-up that it is given, or SGLang's, then says "ready"."""
+    called = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _wait_and_warmup(*args, **kwargs):
+        given = called.bind(*args, **kwargs)
+        given.apply_defaults()
+        if models_served.has_served_card():
+            given.arguments[EXECUTE] = functools.partial(_execute, given.arguments[EXECUTE])
+        return original(*given.args, **given.kwargs)
+
+    return _wait_and_warmup
+
+
+def _execute(execute: Callable, server_args):
+    """SGLang's own first; what it answers: whether the server runs."""
+    runs = execute(server_args)
+    manager = importlib.import_module(HTTP_SERVER)._global_state.tokenizer_manager
+    read, _ = accessors(server_args)
+    if runs and _is_asked_here(manager, read):
+        is_up = manager.server_status
+        manager.server_status = type(is_up).Starting
+        try:
+            _ask(manager, read)
+        finally:
+            manager.server_status = is_up
+    return runs
+
+
+def _is_asked_here(manager, read: Callable) -> bool:
+    """Several processes that answer over HTTP each have a thread like this one, and one of them a first request."""
+    is_plain = read("dp_size", 1) == read("attn_dp_size", 1) == 1 and read("disaggregation_mode", "null") == "null"
+    return is_plain and manager.is_generation and manager.event_loop is not None
+
+
+def _ask(manager, read: Callable) -> None:
+    """All of them, within the time that SGLang has for its own."""
+    chunk, slots = read("chunked_prefill_size", None) or 0, read("max_running_requests", None)
+    longest = min(n for n in (manager.context_len, manager.max_req_input_len) if n)
+    has_grammars = manager.tokenizer is not None and read("grammar_backend", None) != "none"
+    found = rounds(chunk if chunk > 0 else CHUNK, longest, slots or BATCHES[-1], has_grammars)
+    took, began = {}, time.monotonic()
+    asked = asyncio.run_coroutine_threadsafe(_answer_all(manager, found, took), manager.event_loop)
+    done, _ = concurrent.futures.wait([asked], LIMIT_S)
+    why = asked.exception() if done else f"given up after {LIMIT_S:.0f} s"
+    asked.cancel()
+    slow = [f"{name} {seconds:.1f} s" for name, seconds in took.items() if seconds >= SLOW_S]
+    text = f"first requests of {len(took)} kinds answered in {time.monotonic() - began:.1f} s"
+    text += f" ({', '.join(slow)})" if slow else ""
+    report.add_note(PATCH, lambda: f"{PATCH}: {text}", lambda: dict(took))
+    report.info(f"deepseek_v4_sm120: {text}, so that no stream waits for what they need (DSV4_SM120_SET={PATCH}=off)")
+    if why is not None:
+        report.warn(f"deepseek_v4_sm120: {PATCH}: behind {next(reversed(took), 'none')}: {why!s}")
+    report.write()
+
+
+async def _answer_all(manager, found, took: dict[str, float]) -> None:
+    make = importlib.import_module(REQUESTS).GenerateReqInput
+    for name, bodies in found:
+        if manager.gracefully_exit:
+            return
+        began = time.monotonic()
+        errors = await asyncio.gather(*(_answer(manager, make(**one)) for one in bodies), return_exceptions=True)
+        took[name] = time.monotonic() - began
+        for error in {str(error) or type(error).__name__ for error in errors if error is not None}:
+            report.warn(f"deepseek_v4_sm120: {PATCH}: {name}: not answered: {error}")
+
+
+async def _answer(manager, request) -> None:
+    async for _ in manager.generate_request(request, None):
+        pass
