@@ -120,7 +120,8 @@ def test_they_are_asked_behind_sglangs_own_and_in_front_of_ready(version, start,
     assert (events[0], events[-1]) == (OWN, READY)
     assert asked_at(events) == [Status.Starting] * (len(events) - 2) != []  # so /health says 503 meanwhile
     assert manager.server_status is Status.Up
-    assert [kind for kind, _ in told] == ["info"] and "answered in" in told[0][1]
+    assert [kind for kind, _ in told] == ["info", "info"]  # what is asked, and how to leave it out, before it may end
+    assert "first_requests=off" in told[0][1] and "answered in" in told[1][1]
 
 
 @every_release(FIRST)
@@ -177,7 +178,7 @@ def test_nothing_more_is_asked_of_a_server_that_ends(start, served_card):
 def test_an_error_of_ours_does_not_keep_a_server_from_being_ready(start, served_card, told, monkeypatch):
     monkeypatch.setattr(first_requests, "body", None)
     _, events = start("0.5.23")
-    assert events == [OWN, READY] and [kind for kind, _ in told] == ["info", "warn"]
+    assert events == [OWN, READY] and [kind for kind, _ in told] == ["info", "info", "warn"]
 
 
 def of(chunk=8192, longest=40000, slots=8, has_grammars=True):

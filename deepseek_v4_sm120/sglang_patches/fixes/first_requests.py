@@ -129,6 +129,8 @@ def _ask(manager, read: Callable) -> None:
     has_grammars = manager.tokenizer is not None and read("grammar_backend", None) != "none"
     found = rounds(chunk if chunk > 0 else CHUNK, longest, slots or BATCHES[-1], has_grammars)
     took, began = {}, time.monotonic()
+    # said first: should one of them end the server, this is the last line of its log that tells which
+    report.info(f"deepseek_v4_sm120: first requests of each kind are asked (DSV4_SM120_SET={PATCH}=off: not)")
     asked = asyncio.run_coroutine_threadsafe(_answer_all(manager, found, took), manager.event_loop)
     done, _ = concurrent.futures.wait([asked], LIMIT_S)
     why = asked.exception() if done else f"given up after {LIMIT_S:.0f} s"
@@ -137,7 +139,7 @@ def _ask(manager, read: Callable) -> None:
     text = f"first requests of {len(took)} kinds answered in {time.monotonic() - began:.1f} s"
     text += f" ({', '.join(slow)})" if slow else ""
     report.add_note(PATCH, lambda: f"{PATCH}: {text}", lambda: dict(took))
-    report.info(f"deepseek_v4_sm120: {text}, so that no stream waits for what they need (DSV4_SM120_SET={PATCH}=off)")
+    report.info(f"deepseek_v4_sm120: {text}, so that no stream waits for what they need")
     if why is not None:
         report.warn(f"deepseek_v4_sm120: {PATCH}: behind {next(reversed(took), 'none')}: {why!s}")
     report.write()

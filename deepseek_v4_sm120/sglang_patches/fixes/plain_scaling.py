@@ -2,8 +2,8 @@
 
 SGLang scales the logits by a function that torch.compile looks at when it is first called: then for one row, and once
 more for several, when the first batch of two has such a request. Each time all cards' schedulers, and so all streams,
-wait for Dynamo and Inductor: in a fresh process 24 s of a CPU's time for the first, 6 s for the second (torch 2.13, two
-slow cores; what is kept on the disk saves the kernel's compilation, not the tracing). All releases do so.
+wait for Dynamo and Inductor: in a fresh process 44 s for the first, 6 s for the second, 24 s of a CPU together (torch
+2.13, two busy cores; what is kept on the disk saves the kernel's compilation, not the tracing). All releases do so.
 
 Here the same is done by torch's own operations, in place and with the same roundings: each logit is divided or
 multiplied once, the others by 1. A penalised batch takes a few launches more.
