@@ -54,6 +54,7 @@ OURS = {
     **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
+    "known_turns": {"_MARK", "found", "rendered", "super()", "tokenizer", "type(tokenizer)", "vars(self)"},
     "long_calls": {"START", "TEXT", "start", "whole"},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {
