@@ -51,10 +51,16 @@ def request(*texts):
 def asking(version, tokenizer, *, ours, **more):
     """request -> tokens"""
     chat = serving(version, ours=False, **more)
-    chat.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer)
+    chat.tokenizer_manager = manager = SimpleNamespace(tokenizer=tokenizer)
     method = type(chat)._apply_jinja_template
     type(chat)._apply_jinja_template = known_turns.replace_apply_template(method) if ours else method
-    return lambda request: chat._apply_jinja_template(request, [TOOL.model_dump()], False).prompt_ids
+
+    def ask(request):
+        found = chat._apply_jinja_template(request, [TOOL.model_dump()], False).prompt_ids
+        assert chat.tokenizer_manager is manager and manager.tokenizer is tokenizer
+        return found
+
+    return ask
 
 
 TURNS = (
