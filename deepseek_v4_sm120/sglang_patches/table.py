@@ -85,7 +85,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     WHOLE_CHARACTERS,
 )
 from deepseek_v4_sm120.sglang_patches.rows.index_select import DEALT_INDEX, INDEX_SELECT
-from deepseek_v4_sm120.sglang_patches.rows.last_turns import LAST_TURNS, UNSEEN_PICTURES
+from deepseek_v4_sm120.sglang_patches.rows.last_turns import KNOWN_TURNS, LAST_TURNS, UNSEEN_PICTURES
 from deepseek_v4_sm120.sglang_patches.rows.layers import LAYERS
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import (
@@ -533,7 +533,7 @@ TABLE = Table(
         *(PREEMPTED_REQUESTS, SHORT_PROMPTS, WAITING_PROMPTS, PADDED_ROWS, UPDATED_SINKS, LOADED_PREFIXES),
         *(FENCED_COPIES, FREED_WINDOWS, DSPARK_GRAPHS, DRAFT_CHAIN, FIRST_STOPS, STEP_TABLES, PLAIN_ANGLES),
         *(HELD_LATENTS, DRAFT_PROBABILITIES, REPLACED_SESSIONS, STORED_PAGES, ARGUMENT_DEFAULTS, PREFILL_GRAPHS),
-        *(KNOWN_SCHEMAS, FIRST_REQUESTS, PLAIN_SCALING),
+        *(KNOWN_SCHEMAS, FIRST_REQUESTS, PLAIN_SCALING, KNOWN_TURNS),
         *(ABORT_NAMES, LAST_TURNS, UNSEEN_PICTURES),  # these two behind what they are told of, and TEXT_PARTS
         *(MARLIN_ON_SM120, PREFILL_INTERVAL, PROMPTS_ALONE, SM120_SEAMS, DRAFT_INPUT, LAYERS),
     ),

@@ -519,3 +519,23 @@ def test_the_switches_of_sglangs_are_the_newest_releases():
     sources = content(wheel, "sglang/srt/environ.py") + content(wheel, "sglang/kernels/kernel_api_logging.py")
     names = [name for name in (*host_checks.VARIABLE_COSTS, *host_checks.MADE_UP) if name.startswith("SGLANG_")]
     assert len(names) > 5 and [name for name in names if name not in sources] == []
+
+
+@pytest.mark.parametrize(
+    ("info", "cached", "asked", "words"),
+    [
+        ({}, 900_000.0, 10.0, "90% of 100,000 tokens a prompt were cached"),
+        ({}, 200_000.0, 10.0, "20% of 100,000 tokens a prompt were cached. Of conversations"),
+        ({}, 0.0, 200.0, "0% of 5,000 tokens a prompt were cached"),
+        ({}, 2_000_000.0, 1.0, "100% of 1,000,000 tokens a prompt were cached"),
+        ({}, 0.0, 0.0, None),
+        ({"disable_radix_cache": True}, 0.0, 10.0, None),
+    ],
+)
+def test_what_prompts_found_in_the_prefix_cache_is_told(info, cached, asked, words):
+    """Where it is little, of what is long, with where to read on; nothing tells whether they are conversations."""
+    metrics = {"token_usage": 0.3, "prompt_tokens_total": 1_000_000.0, "cached_tokens_total": cached}
+    answers = server.Answers(PLANNED | info, metrics | {"num_requests_total": asked}, model_type="deepseek_v4")
+    (told,) = [f for f in server.checks(answers) if f.check == "cached prompts"] or (None,)
+    assert (told and told.found.partition(" nine tenths")[0]) == words
+    assert told is None or told.state == OK

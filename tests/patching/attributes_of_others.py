@@ -67,6 +67,7 @@ OURS = {
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
     "first_requests": {"asked", "called", "given"},
+    "known_turns": {"_MARK", "found", "rendered", "super()", "tokenizer", "type(tokenizer)", "vars(self)"},
     "long_calls": {"START", "TEXT", "start", "whole"},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {

@@ -2,6 +2,7 @@
 
 from deepseek_v4_sm120.sglang_patches.rows import first_uses
 from deepseek_v4_sm120.sglang_patches.rows import http_server as http
+from deepseek_v4_sm120.sglang_patches.rows.last_turns import RECIPE_ENCODER
 from tests.patching.wheels import since
 
 EVERYWHERE = {
@@ -17,6 +18,7 @@ EVERYWHERE = {
     "plain_scaling": first_uses.REPETITION,
 }
 LAST_OF_TURNS = {False: http.MESSAGES, True: http.RECIPE}  # since recipe
+LAST_OF_KNOWN = {False: http.CHAT, True: RECIPE_ENCODER}
 LAST_OF_CALLS = {False: http.CHAT, True: http.CUSTOM_INPUT}  # since a call is told when it is whole
 BETWEEN = {  # where, from a release on, before another
     "tool_strings": (http.PARSE, "0.5.12", "0.5.23"),
@@ -44,5 +46,6 @@ BETWEEN = {  # where, from a release on, before another
 
 def expected(version: str) -> dict[str, str]:
     there = {name: where for name, (where, *ends) in BETWEEN.items() if [since(version, end) for end in ends] == [1, 0]}
-    turns, calls = LAST_OF_TURNS[since(version, "0.5.23")], LAST_OF_CALLS[since(version, "0.5.21")]
-    return EVERYWHERE | there | {"last_turns": turns, "long_calls": calls}
+    has_recipe = since(version, "0.5.23")
+    of_turns = {"last_turns": LAST_OF_TURNS[has_recipe], "known_turns": LAST_OF_KNOWN[has_recipe]}
+    return EVERYWHERE | there | of_turns | {"long_calls": LAST_OF_CALLS[since(version, "0.5.21")]}

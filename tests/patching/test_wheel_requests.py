@@ -115,11 +115,39 @@ def created(version, *, ours, spec="dsv4"):
     return message["content"]
 
 
+def results(version, outputs, *, ours):
+    """What the chat API's messages have of calls' results."""
+
+    async def create(self, request, raw_request=None):
+        return self._construct_input_messages(request, None)
+
+    made = handler(version)
+    items = [{"type": "function_call_output", "call_id": f"c{i}", "output": output} for i, output in enumerate(outputs)]
+    request = SimpleNamespace(instructions=None, previous_response_id=None, input=copy.deepcopy(items))
+    method = echoed_items.replace_create(create) if ours else create
+    return [message["content"] for message in asyncio.run(method(made, request, Body(items)))]
+
+
 @pytest.mark.parametrize("version", ("0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17"))
 def test_a_turn_that_comes_back_has_its_words(version):
     assert not isinstance(created(version, ours=False), list)  # so the row is needed
     assert [part["text"] for part in created(version, ours=True)] == ["words"]
     assert not isinstance(created(version, ours=True, spec="dsv41"), list)
+
+
+RESULTS = [[{"type": "input_text", "text": "two "}, {"type": "input_text", "text": "parts"}], "one", [], ""]
+RESULTS += [[{"type": "input_image", "image_url": "x"}, {"type": "output_text", "text": "seen"}]]
+AS_TEXT = ["two parts", "one", "", "", "seen"]
+
+
+@every_release(ITEMS_SINCE)
+def test_a_result_in_parts_is_their_text(version):
+    """As later releases have it themselves."""
+    is_later = since(version, LATER)
+    assert results(version, RESULTS, ours=False) == (AS_TEXT if is_later else RESULTS)
+    assert is_later or results(version, RESULTS, ours=True) == AS_TEXT
+    other = {"type": "shell_call_output", "output": RESULTS[0]}
+    assert echoed_items._with_text(other) == other
 
 
 @every_release()

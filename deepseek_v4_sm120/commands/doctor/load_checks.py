@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FULL_POOL, HALF_POOL = 0.95, 0.5
 LOW_FRACTION = 0.8  # of memory; a start on two cards that says nothing of it has 0.86
+LONG_PROMPT, OF_CONVERSATIONS = 8192, 0.7  # tokens of a prompt, and the share of them that was cached
 LEAST_ACCEPTED = 1.3  # tokens a step, with the one that is no guess
 # drafts a step -> (tokens of a step below which more is wrong than the text is hard, what others published). Three: on
 # GSM8K by vLLM's own loop, and of SGLang on AMD, with the share of first guesses that were right; the last row is
@@ -67,11 +68,24 @@ def checks(a: Answers) -> Iterator[Finding]:
         yield not_run("load", "its metrics do not tell how full the KV cache is: not those of an SGLang server")
         return
     yield from _short_prompts(a)
+    yield from _cached(a, m)
     complaints = [*_full(a, m), *_slots(a, m)]
     yield from complaints
     if not complaints:
         yield ok("load", f"KV cache {m['token_usage']:.0%} full, {m.get('num_queue_reqs', 0):.0f} waiting")
     yield from _accepted(a, m)
+
+
+def _cached(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
+    """What prompts found in the prefix cache. Whether they are conversations that go on nothing tells."""
+    asked, read = m.get("num_requests_total"), m.get("prompt_tokens_total")
+    if not asked or not read or a.get("disable_radix_cache"):
+        return
+    share = min(m.get("cached_tokens_total", 0) / read, 1)
+    found = f"{share:.0%} of {read / asked:,.0f} tokens a prompt were cached"
+    if read / asked >= LONG_PROMPT and share < OF_CONVERSATIONS:
+        found += ". Of conversations nine tenths are; what parts their prompts: docs/operating.md, An agent's turns"
+    yield ok("cached prompts", found)
 
 
 def _accepted(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:

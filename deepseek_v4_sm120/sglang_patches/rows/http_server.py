@@ -476,7 +476,8 @@ EMPTY_STOPS = Patch(
 ECHOED_ITEMS = Patch(
     name="echoed_items",
     why="a message that comes back over /v1/responses with its id, as a response's output has it, is refused with 400: "
-    "the second turn of each conversation of clients that append the output to their input",
+    "the second turn of each conversation of clients that append the output to their input; so is a call's result in "
+    "parts",
     targets=(
         targets_of_fix("echoed_items")(
             f"{RESPONSES}.create_responses",

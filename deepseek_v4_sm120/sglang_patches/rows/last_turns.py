@@ -1,11 +1,13 @@
-"""The rows of table.py for conversations that end with a turn of the assistant's, or have pictures."""
+"""The rows of table.py for conversations: how they end, their pictures, and how often they are made tokens."""
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import targets_of_fix
 from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, OF_PROMPT, OPENAI, RECIPE, SINCE_RECIPE
 
-_target, _pictures = targets_of_fix("last_turns"), targets_of_fix("unseen_pictures")
+_target, _pictures, _known = map(targets_of_fix, ("last_turns", "unseen_pictures", "known_turns"))
+OF_RECIPE = Parameters(("self", "chat_encoding_spec", "tokenizer"))
+RECIPE_ENCODER = "sglang.srt.parser.deepseek_recipe_renderer:DeepSeekRecipe"
 OF_ENCODER = Parameters(("messages", "thinking_mode"), further="any")
 
 LAST_TURNS = Patch(
@@ -44,4 +46,15 @@ UNSEEN_PICTURES = Patch(
         _pictures(f"{CHAT}._validate_media_content", "validate", Parameters(("self", "request")), ">=0.5.17,<0.6"),
     ),
     retire="when SGLang hands pictures to deepseek-recipe whatever the model",
+)
+
+KNOWN_TURNS = Patch(
+    name="known_turns",
+    why="the whole conversation is made tokens anew with each of its requests, an agent's 200,000 behind each call of "
+    "a tool: half a second of a core, up to 0.5.21 in the loop that answers over HTTP, where all streams wait",
+    targets=(
+        _known(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.23"),
+        _known(f"{RECIPE_ENCODER}.__init__", "init", OF_RECIPE, SINCE_RECIPE),
+    ),
+    retire="when SGLang makes tokens of what is new in a conversation alone",
 )
