@@ -1,5 +1,6 @@
 """Where each release has what the rows of the processes that answer over HTTP replace: patch -> its last target."""
 
+from deepseek_v4_sm120.sglang_patches.rows import grammars
 from deepseek_v4_sm120.sglang_patches.rows import http_server as http
 from tests.patching.wheels import since
 
@@ -32,6 +33,7 @@ BETWEEN = {  # where, from a release on, before another
     "disconnects": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.20"),
     "sampled_states": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.22"),
     "prompts_aside": (http.MESSAGES, "0.5.22", "0.6"),
+    "own_names": (grammars.TAGS, "0.5.13", "0.6"),
     "turn_phases": (http.RESPONSES, "0.5.20", "0.6"),
     **dict.fromkeys(("effort_levels", "json_answers", "call_order", "strict_schemas"), (http.RECIPE, "0.5.23", "0.6")),
     "tool_namespaces": (http.RESPONSES, "0.5.23", "0.6"),
@@ -42,4 +44,6 @@ BETWEEN = {  # where, from a release on, before another
 def expected(version: str) -> dict[str, str]:
     there = {name: where for name, (where, *ends) in BETWEEN.items() if [since(version, end) for end in ends] == [1, 0]}
     turns, calls = LAST_OF_TURNS[since(version, "0.5.23")], LAST_OF_CALLS[since(version, "0.5.21")]
-    return EVERYWHERE | there | {"last_turns": turns, "long_calls": calls}
+    both = {"calls_or_answers": http.RESPONSES_REQUEST if since(version, "0.5.18") else http.CHAT}
+    both = both if since(version, "0.5.13") else {}
+    return EVERYWHERE | there | both | {"last_turns": turns, "long_calls": calls}

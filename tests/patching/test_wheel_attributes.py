@@ -34,7 +34,7 @@ from deepseek_v4_sm120.sglang_patches.table import (
 )
 from tests.patching import attributes
 from tests.patching.attributes import Read, Release
-from tests.patching.attributes_of_others import GUARDED, OF_ABORTS, OF_SHARED, OF_TENSORS_AND_OTHERS, OURS
+from tests.patching.attributes_of_others import GUARDED, OF_ABORTS, OF_GRAMMARS, OF_SHARED, OF_TENSORS_AND_OTHERS, OURS
 from tests.patching.wheels import RELEASES, every_release, fetch
 
 SRT = "sglang.srt"
@@ -305,7 +305,7 @@ OBJECTS = {
         "part": CHAT_TEXT,
         "self.deepseek_recipe": ((SINCE_RECIPE, f"{SRT}.parser.deepseek_recipe_renderer:DeepSeekRecipe"),),
     },
-    "abort_names": OF_ABORTS,
+    **{"abort_names": OF_ABORTS, **OF_GRAMMARS},
     "json_answers": {
         "request": CHAT_REQUEST,
         "response_format": ((f"{OPENAI}.protocol:ResponseFormat",),),
