@@ -3,8 +3,9 @@ test_wheel_attributes.py, which has no room for what `abort_names`, `first_reque
 
 import torch
 
+from deepseek_v4_sm120.sglang_patches.fixes.calls_or_answers import CALLS, JUDGE
 from deepseek_v4_sm120.sglang_patches.rows.first_uses import HTTP_SERVER
-from deepseek_v4_sm120.sglang_patches.rows.http_server import TOKENIZER_MANAGER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, OPENAI, RESPONSES_REQUEST, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH, REQUEST, SCHEDULER
 
@@ -24,13 +25,29 @@ OF_FIRST_REQUESTS = {
     "type(is_up)": ((f"{TOKENIZER_MANAGER.partition(':')[0]}:ServerStatus",),),
 }
 
-OF_FIXES = {"abort_names": OF_ABORTS, "first_requests": OF_FIRST_REQUESTS}
-
 OF_SHARED = {  # experts, of the layer that runs
     "layers.layer": ((LAYER,), (CUDA_LAYER,)),
     "getattr(layers.layer, 'mlp', None)": ((f"{SRT}.models.deepseek_v2:DeepseekV2MoE",),),
     "shared": ((f"{SRT}.models.deepseek_v2:DeepseekV2MLP",),),
 }
+
+OF_GRAMMARS = {  # what requests are held to
+    "calls_or_answers": {
+        "importlib.import_module(CALLS)": ((CALLS,),),
+        "importlib.import_module(JUDGE)": ((">=0.5.21", JUDGE),),
+        "parser": ((f"{CALLS}:FunctionCallParser",),),
+        "made": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
+        "processed": ((f"{OPENAI}.protocol:MessageProcessingResult",),),
+        "replace_make:request": ((">=0.5.18", RESPONSES_REQUEST),),
+        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "request.response_format": ((f"{OPENAI}.protocol:ResponseFormat",),),
+        "serving": ((CHAT,),),
+        "manager": ((TOKENIZER_MANAGER,),),
+        "manager.server_args": (("<0.5.17", f"{SRT}.server_args:ServerArgs"),),
+    },
+}
+
+OF_FIXES = {"abort_names": OF_ABORTS, "first_requests": OF_FIRST_REQUESTS, **OF_GRAMMARS}
 
 # what is ours, torch's or Python's, by adapter; "*": in any
 OURS = {
@@ -68,6 +85,7 @@ OURS = {
     **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
     "first_requests": {"asked", "called", "given"},
     "known_turns": {"_MARK", "found", "rendered", "super()", "tokenizer", "type(tokenizer)", "vars(self)"},
+    **{"calls_or_answers": {"calls[1]"}, "own_names": {"content", "formats", "node", "type(made)"}},  # XGrammar's
     "long_calls": {"START", "TEXT", "start", "whole"},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
     "prompts_in_halves": {
@@ -94,4 +112,6 @@ GUARDED = {
     ("waiting_chunks", "cache", "is_chunk_cache"): "is_chunk_cache",
     ("waiting_chunks", "request", "prefix_indices"): "prefix_indices",
     ("short_prompts", "request", "prefix_indices"): "prefix_indices",
+    ("calls_or_answers", "serving", "_effective_tools"): "_effective_tools",
+    ("calls_or_answers", "manager", "config_value"): "config_value",
 }

@@ -259,6 +259,7 @@ class OpenAIServingChat:
 
     def _handle_last_assistant_message(self, messages, request): return messages, None
     def _validate_media_content(self, request): return None
+    def _convert_to_internal_request(self, request, raw_request=None): return request, request
 
     def _apply_jinja_template(self, request, tools, is_multimodal):
         return request
@@ -277,6 +278,8 @@ class OpenAIServingResponses:
     async def responses_full_generator(self, request, sampling_params, result_generator, context):
         return request
 """
+TAGS = "class BaseFormatDetector:\n    def get_structural_tag("
+TAGS += "self, tools=None, tool_choice='auto', thinking_mode=False, parallel_tool_calls=True):\n        return None\n"
 SAMPLING_PARAMS = "class SamplingParams:\n    def normalize(self, tokenizer):\n        pass\n"
 STORAGE = "class HiCacheStorage:\n    def register_mem_host_pool_v2(self, host_pool, host_pool_name):\n        pass\n"
 STORAGE += "class HiCacheFile:\n    def _get_suffixed_key(self, key):\n        return key\n"
@@ -447,6 +450,7 @@ TREE_0_5_17 = {
     "sglang/srt/constrained/xgrammar_backend.py": XGRAMMAR,
     "sglang/kernels/ops/grammar/bitmask_ops.py": BITMASK,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
+    "sglang/srt/function_call/base_format_detector.py": TAGS,
     "sglang/srt/function_call/utils.py": "def _find_common_prefix(s1, s2):\n    return s1\n",
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
     "sglang/srt/entrypoints/http_server.py": "def _execute_server_warmup(server_args): return True\n"

@@ -1,6 +1,6 @@
 """Where each release has what the rows of the processes that answer over HTTP replace: patch -> its last target."""
 
-from deepseek_v4_sm120.sglang_patches.rows import first_uses
+from deepseek_v4_sm120.sglang_patches.rows import first_uses, grammars
 from deepseek_v4_sm120.sglang_patches.rows import http_server as http
 from deepseek_v4_sm120.sglang_patches.rows.last_turns import RECIPE_ENCODER
 from tests.patching.wheels import since
@@ -37,6 +37,7 @@ BETWEEN = {  # where, from a release on, before another
     "disconnects": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.20"),
     "sampled_states": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.22"),
     "prompts_aside": (http.MESSAGES, "0.5.22", "0.6"),
+    "own_names": (grammars.TAGS, "0.5.13", "0.6"),
     "turn_phases": (http.RESPONSES, "0.5.20", "0.6"),
     **dict.fromkeys(("effort_levels", "json_answers", "call_order", "strict_schemas"), (http.RECIPE, "0.5.23", "0.6")),
     "tool_namespaces": (http.RESPONSES, "0.5.23", "0.6"),
@@ -48,4 +49,6 @@ def expected(version: str) -> dict[str, str]:
     there = {name: where for name, (where, *ends) in BETWEEN.items() if [since(version, end) for end in ends] == [1, 0]}
     has_recipe = since(version, "0.5.23")
     of_turns = {"last_turns": LAST_OF_TURNS[has_recipe], "known_turns": LAST_OF_KNOWN[has_recipe]}
-    return EVERYWHERE | there | of_turns | {"long_calls": LAST_OF_CALLS[since(version, "0.5.21")]}
+    both = {"calls_or_answers": http.RESPONSES_REQUEST if since(version, "0.5.18") else http.CHAT}
+    both = both if since(version, "0.5.13") else {}
+    return EVERYWHERE | there | both | of_turns | {"long_calls": LAST_OF_CALLS[since(version, "0.5.21")]}
