@@ -43,6 +43,7 @@ TOGETHER = (
 # most of the time in which a wheel is parsed goes to looking through them again and again.
 gc.set_threshold(200_000, 20, 20)
 
+_shared: list = []  # a Loaded of all processes that run tests
 _skipped_on_gpu: list[str] = []
 _deselected_on_gpu: list[str] = []
 
@@ -68,6 +69,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
+    """Of several processes that run tests all have one Python with torch, begun here in front of them."""
+    collects_only = session.config.option.collectonly or not session.config.getoption("forks", 0)
+    if not collects_only and any("torch_python" in item.fixturenames for item in session.items):
+        from tests.loaded_python import Loaded
+
+        _shared.append(Loaded(session.config._tmp_path_factory.mktemp("torch"), "torch"))
+        _shared[0].command  # noqa: B018 begins it
     gc.freeze()
 
 
@@ -88,6 +96,8 @@ def pytest_deselected(items):
 
 
 def pytest_sessionfinish(session, exitstatus):
+    while _shared:
+        _shared.pop().close()
     gc.freeze()  # pytest, and Python at its end, would look through all that is left of it
     if _skipped_on_gpu and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -116,6 +126,9 @@ def torch_python(tmp_path_factory):
     """What starts a Python that has imported torch already: words in front of a script or -c and code."""
     from tests.loaded_python import Loaded
 
+    if _shared:
+        yield lambda: _shared[0].command
+        return
     loaded = Loaded(tmp_path_factory.mktemp("torch"), "torch")
     yield lambda: loaded.command
     loaded.close()

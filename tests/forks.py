@@ -39,7 +39,7 @@ class Forks:
     def __init__(self, config: pytest.Config):
         self.config, self.hook = config, config.hook
         self.out: int | None = None  # in a fork: where reports go
-        self.held: list[bytes] = []  # there: what is told when its test is over, in one piece
+        self.held: list[tuple[str, dict]] = []  # there: what is told when its test is over, in one piece
         self.ended: dict[int, str] = {}  # forks that did not end well -> how
         self.finished: set[str] = set()
         self.processes: dict[int, int] = {}  # end of its pipe -> process
@@ -90,8 +90,8 @@ class Forks:
             for key, _ in selector.select():
                 size = int.from_bytes(read(key.fd, SIZE), "little")
                 if size:
-                    for told in pickle.loads(read(key.fd, size)):
-                        self._tell(*pickle.loads(told))
+                    for name, told in pickle.loads(read(key.fd, size)):
+                        self._tell(name, told)
                         if session.shouldfail:
                             raise session.Failed(session.shouldfail)
                     continue
@@ -153,7 +153,7 @@ class Forks:
 
     def _hold(self, name: str, **told) -> None:
         if self.out is not None:
-            self.held.append(pickle.dumps((name, told)))
+            self.held.append((name, told))
 
     def _send(self) -> None:
         """Each piece wakes who is told, who takes a core from a test."""

@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120.__main__ import main
+from deepseek_v4_sm120.__main__ import COMMANDS, main
 from deepseek_v4_sm120.commands.calibrate import command as calibrate
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan import launch
 from deepseek_v4_sm120.commands.serve import command as serve
+from tests.loaded_python import Loaded
 
 REPO = Path(__file__).resolve().parent.parent
 PLAN = ["--gpus", "2", "--memory", "96"]
@@ -51,11 +52,21 @@ signal.signal(signal.SIGTERM, lambda *a: (print("bye", flush=True), os._exit(0))
 print("env", os.environ["PYTHONPATH"], os.environ.get("DSV4_SM120_REPORT", "-"), flush=True)
 server.serve_forever()
 """
+AS_MODULE = "import runpy; runpy.run_module('deepseek_v4_sm120', run_name='__main__', alter_sys=True)"
 SMI = "#!/bin/sh\ncase \"$*\" in *-x*) cat '{data}';; *compute_cap*) echo 12.0; echo 12.0;; *) exit 1;; esac\n"
 
 
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A Python that has imported what all commands import of ours; each has a start of its own below, too."""
+    modules = [f"deepseek_v4_sm120.commands.{module}" for _, module in COMMANDS.values()]
+    python = Loaded(tmp_path_factory.mktemp("commands"), *modules, path=(str(REPO),))
+    yield [*python.command, "-c", AS_MODULE]
+    python.close()
+
+
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, imported, torch_python):
     """run(words, path=(), **environment) -> the finished command, in a folder of its own."""
 
     def environment(path=(), **more):
@@ -63,9 +74,12 @@ def run(tmp_path):
         return kept | {"PYTHONPATH": os.pathsep.join([str(REPO), *map(str, path)])} | more
 
     def call(*words, path=(), **more):
-        line = [sys.executable, "-m", "deepseek_v4_sm120", *words]
+        anew = bool(path) or any(name.startswith("PYTHON") for name in more)
+        python = [sys.executable, "-m", "deepseek_v4_sm120"] if anew else imported
+        if words == ("calibrate",):  # which needs torch as well, and nothing that we have imported
+            python = [*torch_python(), "-c", AS_MODULE]
         env = environment(path, **more)
-        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*python, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 

@@ -20,6 +20,15 @@ def test_quick(): pass
 def test_own(): burn(time.process_time() + 0.3)
 def test_of_a_child(): subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.3: pass"])
 """
+BAR = """
+import os, time
+from tests import processor_time
+processor_time.MOST = eval(os.environ["MOST"])
+def pytest_sessionfinish():
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+"""
 
 
 def test_the_machines_pace_is_taken_out():
@@ -51,9 +60,7 @@ def ran(tmp_path_factory):
     """ran(most, *words): pytest over three tests, two of which take 0.3 s."""
     folder = tmp_path_factory.mktemp("burns")
     (folder / "test_burns.py").write_text(BURNS)
-    (folder / "bar.py").write_text(
-        "import os\nfrom tests import processor_time\nprocessor_time.MOST = eval(os.environ['MOST'])\n"
-    )
+    (folder / "bar.py").write_text(BAR)
 
     def run(most, *words):
         line = [
@@ -82,6 +89,8 @@ def test_a_run_over_the_bar_fails_and_says_by_what(ran, workers):
     told = {
         line.split()[2].partition("::")[2]: float(line.split()[0]) for line in done.stdout.splitlines() if "::" in line
     }
+    (ends,) = (line for line in done.stdout.splitlines() if line.endswith("ends of fixtures"))
+    assert float(ends.split()[0]) >= 0.1  # the session's, as of a Python that all share
     assert told["test_own"] >= 0.3 and told["test_of_a_child"] >= 0.3 > told["test_quick"]
 
 

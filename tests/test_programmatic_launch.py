@@ -1,6 +1,8 @@
 """The machine code of every kernel against the table of what it may read before its wait (programmatic_launch.py)."""
 
 import hashlib
+import os
+import pickle
 import re
 import shutil
 import struct
@@ -157,9 +159,33 @@ def short(mangled: list[str]) -> list[str]:
     return [name.partition("(")[0] for name in plain]
 
 
+class Analyses:
+    """What sass.py says of functions, kept by all that it reads: its own text, the function's lines, where parameters
+    begin and which are pointers. From one run of the tests to the next few kernels change."""
+
+    def __init__(self, folder: Path):
+        self.analyser = Path(sass.__file__).read_bytes()
+        self.place = folder / f"analyses-{hashlib.sha256(self.analyser).hexdigest()}.pickle"
+        self.known: dict[str, sass.Function] = pickle.loads(self.place.read_bytes()) if self.place.exists() else {}
+        self.asked: dict[str, sass.Function] = {}
+
+    def of(self, lines: list[str], base: int, fields: dict[int, str]) -> sass.Function:
+        told = "\n".join([str(base), str(sorted(fields)), *lines]).encode()
+        key = hashlib.sha256(told).hexdigest()
+        self.asked[key] = self.known[key] if key in self.known else sass.analyse(lines, base, fields)
+        return self.asked[key]
+
+    def keep(self) -> None:
+        """Those that were asked for; others are of kernels that have changed."""
+        unfinished = self.place.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(pickle.dumps(self.asked))
+        unfinished.replace(self.place)
+
+
 @pytest.fixture(scope="module")
 def kernels(functions, tmp_path_factory) -> list[Found]:
     of_struct = offsets(tmp_path_factory.mktemp("offsets"))
+    analyses = Analyses(build_artifact.CACHE / "listings")
     found = []
     for arch, by_name in functions.items():
         for mangled, name in zip(by_name, short(list(by_name)), strict=True):
@@ -168,9 +194,32 @@ def kernels(functions, tmp_path_factory) -> list[Found]:
             keys = [key for key, kernel in KERNELS.items() if re.match(kernel.pattern, name)]
             assert len(keys) == 1, f"{name} is {keys or 'nothing'} in the table"
             fields = of_struct[KERNELS[keys[0]].params]
-            code = sass.analyse(by_name[mangled], PARAMETERS[arch], fields)
+            code = analyses.of(by_name[mangled], PARAMETERS[arch], fields)
             found.append(Found(keys[0], f"{name} {arch}", code, by_name[mangled], fields))
+    analyses.keep()
     return found
+
+
+def test_an_analysis_is_kept_for_what_it_was_made_of(tmp_path, monkeypatch):
+    lines = [
+        "        /*0000*/                   LDC R1, c[0x0][0x388] ;",
+        "        /*0010*/                   LDG.E R2, desc[UR4][R1.64] ;",
+        "        /*0020*/                   ACQBULK ;",
+        "        /*0030*/                   EXIT ;",
+    ]
+    first = Analyses(tmp_path)
+    made = first.of(lines, 0x380, {8: "x"})
+    assert made.reads[0].ahead and made.waits == 1
+    first.keep()
+    monkeypatch.setattr(sass, "analyse", lambda lines, base, fields: (len(lines), base, list(fields)))
+    again = Analyses(tmp_path)
+    assert again.of(lines, 0x380, {8: "x"}) == made
+    behind = [lines[0], lines[2], lines[1], lines[3]]
+    asked_anew = [again.of(behind, 0x380, {8: "x"}), again.of(lines, 0x210, {8: "x"}), again.of(lines, 0x380, {0: "x"})]
+    assert asked_anew == [(4, 0x380, [8]), (4, 0x210, [8]), (4, 0x380, [0])]
+    (tmp_path / "sass.py").write_text(Path(sass.__file__).read_text().replace('"ACQBULK"', '"NOP"'))
+    monkeypatch.setattr(sass, "__file__", str(tmp_path / "sass.py"))
+    assert Analyses(tmp_path).known == {}
 
 
 def test_every_entry_is_a_kernel(kernels):

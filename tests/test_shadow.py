@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -303,7 +302,7 @@ def test_report_is_plain_data():
     assert json.loads(json.dumps(shadow.summary(records)))[0]["calls"] == 1
 
 
-def test_writer_rewrites_the_report_while_calls_arrive(tmp_path):
+def test_writer_rewrites_the_report_while_calls_arrive(tmp_path, torch_python):
     """In a process of its own that is killed, as the engine's are."""
     script = f"""
 import os, signal, sys, time, types, torch
@@ -322,7 +321,7 @@ for _ in range(3):
 time.sleep(4 * shadow.WRITE_EVERY_S)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*torch_python(), "-c", script], capture_output=True, text=True, timeout=120)
     assert ended.returncode == -9, ended.stderr
     assert (tmp_path / "out").read_text() == "[3]"
 

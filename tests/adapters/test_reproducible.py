@@ -48,10 +48,10 @@ def test_the_setting():
 
 
 @pytest.mark.parametrize(("text", "most"), [("reproducible=on", sys.maxsize), ("mhc=on", STEP_ROWS)])
-def test_dense_layers_read_it_once(text, most):
+def test_dense_layers_read_it_once(torch_python, text, most):
     code = "from deepseek_v4_sm120.sglang_patches.adapters import dense_rows; print(dense_rows.MOST_ROWS)"
     given = os.environ | {"DSV4_SM120_SET": text}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    done = subprocess.run([*torch_python(), "-c", code], env=given, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(most)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -56,10 +55,10 @@ print("all is well")
 """
 
 
-def test_terms_and_what_is_wrong_with_sums():
+def test_terms_and_what_is_wrong_with_sums(torch_python):
     """In a process of its own: the variable is read when Triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-c", CODE.format(repo=str(REPO))],
+        [*torch_python(), "-c", CODE.format(repo=str(REPO))],
         env={"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"},
         capture_output=True,
         text=True,

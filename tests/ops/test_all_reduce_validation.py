@@ -294,7 +294,7 @@ def test_where_proc_hides_the_others_their_end_is_seen(monkeypatch, tmp_path):
     other.wait()
 
 
-def test_a_process_that_ends_at_once_names_who_ended():
+def test_a_process_that_ends_at_once_names_who_ended(torch_python):
     """Without a turn of the watch's thread: by its exit."""
     words = (
         "import subprocess, sys, torch\n"
@@ -307,7 +307,7 @@ def test_a_process_that_ends_at_once_names_who_ended():
         "other.kill(); other.wait()\n"
         "raise RuntimeError('Connection closed by peer')\n"
     )
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*torch_python(), "-c", words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "Connection closed by peer" in done.stderr
     assert re.search(r"rank 0: rank 1 \(process \d+\) has ended\n", done.stderr)
     assert "rank 0 waited in vain for rank 1, in call 3" in done.stderr

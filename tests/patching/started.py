@@ -72,11 +72,12 @@ def places(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def loaded(tmp_path_factory, places):
-    """A Python with the machine and with most of what the wheels import of others."""
+def loaded(tmp_path_factory, places, torch_python):
+    """A Python with the machine and with most of what the wheels import of others; itself a fork of one with torch."""
     offline = {"HF_HUB_OFFLINE": "1"}
     path = (places["MACHINE"], places["PACKAGES"])
-    loaded = Loaded(tmp_path_factory.mktemp("loaded"), *LOADED, path=path, environ=offline)
+    folder = tmp_path_factory.mktemp("loaded")
+    loaded = Loaded(folder, *LOADED, path=path, environ=offline, start=torch_python())
     yield Python(*loaded.command)
     loaded.close()
 

@@ -37,10 +37,22 @@ some_releases = pytest.mark.parametrize("version", ["0.5.12", "0.5.17", "0.5.23"
 FOR_GOOD = ("_DSV4_SM120_TOLD", "_DSV4_SM120_VERDICT")  # of the machine and the release, not of a model
 
 
-@pytest.fixture
-def llama(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    return str(tmp_path)
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return str(folder)
+
+
+_behind_ours: dict[tuple, list] = {}
+
+
+def behind_ours(run, llama, version, **environment):
+    """What one process tells of a server of ours, and of another model's behind it; once, whichever test asks."""
+    key = version, *sorted(environment.items())
+    if key not in _behind_ours:
+        _behind_ours[key] = run(SERVERS, more=repr([(None, {}), (llama, {})]), version=version, **environment)
+    return _behind_ours[key]
 
 
 def environment(found):
@@ -49,9 +61,8 @@ def environment(found):
 
 @some_releases
 def test_another_models_server_behind_ours_is_told_nothing(run, llama, version):
-    servers = repr([(None, {}), (llama, {})])
-    ours, other = run(SERVERS, more=servers, version=version, **(SET if since(version, "0.5.14") else {}))
-    _, without = run(SERVERS, more=servers, version=version, DSV4_SM120="off")
+    ours, other = behind_ours(run, llama, version, **(SET if since(version, "0.5.14") else {}))
+    _, without = behind_ours(run, llama, version, DSV4_SM120="off")
     assert ours["told"]["on_served_card"] and "_DSV4_SM120_CHILD_ENVIRONMENT" in ours["environment"]
     assert other["told"] is None and environment(other) == environment(without)
 
@@ -59,9 +70,9 @@ def test_another_models_server_behind_ours_is_told_nothing(run, llama, version):
 @some_releases
 def test_nor_is_one_that_a_process_of_ours_starts(run, llama, version):
     more = SET if since(version, "0.5.14") else {}
-    [ours] = run(SERVERS, more="[(None, {})]", version=version, **more)
+    ours, _ = behind_ours(run, llama, version, **more)
     [other] = run(SERVERS, more=repr([(llama, {})]), version=version, **ours["environment"], **more)
-    [without] = run(SERVERS, more="[(None, {})]", version=version, DSV4_SM120="off")
+    without, _ = behind_ours(run, llama, version, DSV4_SM120="off")
     [without] = run(SERVERS, more=repr([(llama, {})]), version=version, DSV4_SM120="off", **without["environment"])
     assert other["told"] is None and environment(other) == environment(without)
 
@@ -86,7 +97,7 @@ def test_a_server_of_ours_is_told_the_same_behind_any_other(run, llama, version)
 @pytest.mark.parametrize("word", ["1", "0"])
 def test_a_front_that_is_not_pythons_is_noted(run, llama, version, word):
     """SGLang's Rust server, which 0.5.12 does not have: of our model, and no other."""
-    ours, other = run(SERVERS, more=repr([(None, {}), (llama, {})]), version=version, SGLANG_RUST_SERVER=word)
+    ours, other = behind_ours(run, llama, version, SGLANG_RUST_SERVER=word)
     notes = [note for note in ours["notes"] if note.startswith("SGLANG_RUST_SERVER")]
     assert len(notes) == (word == "1" and since(version, "0.5.17"))
     assert not [note for note in other["notes"] if note.startswith("SGLANG_RUST_SERVER")]
