@@ -276,6 +276,11 @@ class OpenAIServingResponses:
 
     async def responses_full_generator(self, request, sampling_params, result_generator, context):
         return request
+
+    async def responses_stream_generator_non_harmony(self, request, sampling_params, result_generator, model_name,
+                                                     tokenizer, request_metadata, created_time=None, *,
+                                                     require_reasoning):
+        yield request
 """
 SAMPLING_PARAMS = "class SamplingParams:\n    def normalize(self, tokenizer):\n        pass\n"
 STORAGE = "class HiCacheStorage:\n    def register_mem_host_pool_v2(self, host_pool, host_pool_name):\n        pass\n"
