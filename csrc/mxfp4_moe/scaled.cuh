@@ -10,9 +10,8 @@
 // are beside each other in memory.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include "../device/copies.cuh"
+#include "../device/f16.cuh"
 #include "../device/mma.cuh"
 #include "../device/numbers.cuh"
 #include "scaled.h"
@@ -63,7 +62,7 @@ __device__ __forceinline__ uint32_t even_codes(uint32_t codes) { return codes <<
 __device__ __forceinline__ uint32_t odd_codes(uint32_t codes) { return codes >> 2 & 0x3c3c3c3cu; }
 
 __device__ __forceinline__ uint32_t scale_f16x2_to_bf16x2(uint32_t pair, float factor) {
-  const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  const float2 v = floats_of_f16x2(pair);
   return pack_bf16x2(v.x * factor, v.y * factor);
 }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200

@@ -1,9 +1,8 @@
 // E4M3 weights with a scale per 128 x 128 block to bf16. A block of threads has 4 weight rows; a lane turns 8 bytes into 16.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include "../device/barriers.cuh"
+#include "../device/f16.cuh"
 #include "../device/numbers.cuh"
 #include "wo_a.h"
 
@@ -25,7 +24,7 @@ __device__ __forceinline__ uint2 expanded(uint32_t bytes, float scale) {
   uint32_t pairs[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&halves[i]));
+    const float2 two = floats_of_f16x2(halves[i]);
     pairs[i] = pack_bf16x2(two.x * scale, two.y * scale);
   }
   return make_uint2(pairs[0], pairs[1]);

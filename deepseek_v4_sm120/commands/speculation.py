@@ -16,7 +16,6 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 
 EAGLE, DSPARK = "EAGLE", "DSPARK"  # the checkpoint's MTP block; the drafter of Flash-0731 and its kind
-ALIASES = {"NEXTN": EAGLE}
 STATIC, COMPACT = "static", "compact"
 MODE_VARIABLE, PLAN_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE", "SGLANG_PREP_IN_CUDA_GRAPH"
 STAGES_VARIABLE, STAGES_SINCE = "SGLANG_ENABLE_PP_SPEC", (0, 5, 21)  # EAGLE beside pipeline parallelism
@@ -40,7 +39,7 @@ class Speculation:
     """What a server speculates with. mode: of SGLANG_RAGGED_VERIFY_MODE, None where nobody tells; host_plan:
     SGLANG_PREP_IN_CUDA_GRAPH is off; symmetric: --enable-symm-mem; cards: of tensor parallelism; stages: of pipeline
     parallelism; may_have_stages: SGLANG_ENABLE_PP_SPEC is on, or the server makes prompts for others; trained: the
-    block of the checkpoint's drafter."""
+    block of the checkpoint's drafter; topk: of EAGLE, None where nothing is said."""
 
     algorithm: str
     rows: int
@@ -51,6 +50,7 @@ class Speculation:
     stages: int = 1
     may_have_stages: bool = False
     trained: int = UNTOUCHED_DRAFT_BLOCK
+    topk: int | None = 1
 
     @property
     def block(self) -> int:
@@ -128,6 +128,26 @@ HAZARDS = (
         since=(0, 5, 12),
         before=RING_SINCE,
         applies=lambda s: s.host_plan,
+    ),
+    Hazard(
+        STOPS,
+        "another word than EAGLE and DSPARK",
+        "an assertion of SGLang's, which comes before it makes EAGLE of NEXTN, and capitals of small letters",
+        f"--speculative-algorithm {EAGLE}, the model's own MTP block, which is what NEXTN means",
+        "deepseek_v4_hook.py",
+        since=(0, 5, 12),
+        before=None,
+        applies=lambda s: s.algorithm not in (EAGLE, DSPARK),
+    ),
+    Hazard(
+        STOPS,
+        "another --speculative-eagle-topk than 1",
+        "an assertion of SGLang's, also where nothing is said of it",
+        "--speculative-eagle-topk 1",
+        "deepseek_v4_hook.py",
+        since=(0, 5, 12),
+        before=None,
+        applies=lambda s: s.algorithm == EAGLE and s.topk != 1,
     ),
     Hazard(
         STOPS,
@@ -270,52 +290,45 @@ class Advice:
     reason: str
 
 
-ADVICE = {
-    # (algorithm, load): of one stream
-    (EAGLE, TEXT): Advice(
-        1,
-        "1 draft beat 2 and 3 on two cards (sglang #25696), whose later drafts had the fault that draft_chain mends; "
-        "nobody compared with it: see what one more pays from, and docs/gates.md",
-    ),
-    (EAGLE, STRUCTURE): Advice(
-        2, "by bytes 17% ahead of 1 draft at 90% acceptance on two cards; a third is seldom accepted"
-    ),
-    (DSPARK, TEXT): Advice(3, "each row reads 1.6 GB more a card on two cards; 5 is in doubt on SM120 (sglang #33800)"),
-    (DSPARK, STRUCTURE): Advice(
+# What a step of EAGLE brings with so many drafts and none: accept len as vLLM measured it with the weights of V4-Pro,
+# whose MTP block is made as Flash's (code, with thoughts and without: InferenceX's golden_al_distribution, dsv4_mtp).
+# A fourth draft brings 0.05 and 0.03 more.
+ACCEPTED = {TEXT: (1.0, 1.79, 2.27, 2.49), STRUCTURE: (1.0, 1.92, 2.61, 2.97)}
+MOST_DRAFTS = len(ACCEPTED[TEXT]) - 1  # of EAGLE that are reckoned
+WITHOUT_A_CHAIN = Advice(
+    1, "1 draft beat 2 and 3 on two cards (sglang #25696), whose later drafts have their fault where draft_chain is off"
+)
+ADVICE = {  # DSPARK's by the load, of one stream
+    TEXT: Advice(3, "each row reads 1.6 GB more a card on two cards; 5 is in doubt on SM120 (sglang #33800)"),
+    STRUCTURE: Advice(
         4,
         "longer than the 5 that its drafter was trained with costs the first drafts, too (vllm #41834), though one "
         "user's tool calls run with 6 (sglang #40877); 5 is in doubt on SM120 (sglang #33800)",
     ),
 }
-ADVICE_OF_MANY = {
-    EAGLE: Advice(
-        1,
-        "up to 8 streams within 6% of the best depth on two cards, 11 on four, 21 on eight, by bytes at 80% acceptance",
-    ),
-    DSPARK: Advice(3, "the best of a sweep with many agents on four cards, 10% ahead of 7 (vllm-project/recipes #967)"),
-}
-RECKONED_STREAMS = 8  # up to which ADVICE_OF_MANY is EAGLE's
-# Above, nearly all experts are read whatever a request's rows, so a second draft costs less. Measured by two parties on
-# two cards, tokens/s of all streams, 2 drafts of the MTP block for none: ormandj's vLLM 1,048 for 735 (16 streams) and
-# 1,556 for 1,075 (32), jasl's vLLM fork 721 for 520 (16) and 846 for 607 (24)
-ADVICE_OF_MORE = Advice(
-    2,
-    "1.4 times none at 16 to 32 streams on two cards (vLLM, two parties); nobody has 1 beside 2: see what it pays from",
-)
-ADVICE_OF_MOST = Advice(
-    1, f"nobody measured so many; with 2 a step has more than the {STEP_ROWS} rows of decode's kernels"
+ADVICE_OF_MANY = Advice(
+    3, "the best of a sweep with many agents on four cards, 10% ahead of 7 (vllm-project/recipes #967)"
 )
 
 
-def _of_many(algorithm: str, streams: int) -> Advice:
-    if algorithm != EAGLE or streams <= RECKONED_STREAMS:
-        return ADVICE_OF_MANY[algorithm]
-    return ADVICE_OF_MORE if streams * (ADVICE_OF_MORE.block + 1) <= STEP_ROWS else ADVICE_OF_MOST
+def _eagle(streams: int, load: str, seconds: Callable[[int], float]) -> Advice:
+    """The block that brings most tokens by its least time of a step, of those whose steps decode's kernels take."""
+    accepted = ACCEPTED[load]
+    blocks = [n for n in range(1, MOST_DRAFTS + 1) if n == 1 or streams * (n + 1) <= STEP_ROWS]
+    lengths = ", ".join(f"{length:.2f}" for length in accepted[1:])
+    reason = f"the most by bytes of 1 to {blocks[-1]}, at V4-Pro's accept len on code ({lengths}: InferenceX)"
+    if len(blocks) < MOST_DRAFTS:
+        reason += f"; with {blocks[-1] + 1} a step has more than the {STEP_ROWS} rows of decode's kernels"
+    return Advice(max(blocks, key=lambda n: accepted[n] / seconds(n)), reason)
 
 
-def advise(version: Version, algorithm: str, streams: int, load: str) -> Advice:
-    """The block for a load that this release can take."""
-    found = ADVICE[algorithm, load] if streams == 1 else _of_many(algorithm, streams)
+def advise(version: Version, algorithm: str, streams: int, load: str, seconds: Callable[[int], float] | None) -> Advice:
+    """The block for a load that this release can take. seconds: of EAGLE, block -> the least time of a step; None: its
+    later drafts are SGLang's own."""
+    if algorithm == EAGLE:
+        found = WITHOUT_A_CHAIN if seconds is None else _eagle(streams, load, seconds)
+    else:
+        found = ADVICE[load] if streams == 1 else ADVICE_OF_MANY
     most = (KEPT_ROWS if version[:3] < RING_SINCE else KEPT_BY_THE_RING) - 1
     if found.block <= most:
         return found
@@ -331,11 +344,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_block: int | None) -> Speculation | None:
-    """What sglang.launch_server would make of its arguments and variables, as argparse and SGLang resolve them (topk is
-    1 for this model, so EAGLE's rows are its steps and one); None without speculation."""
+    """What sglang.launch_server would make of its arguments and variables, as argparse and SGLang resolve them (topk
+    must be 1, so EAGLE's rows are its steps and one); None without speculation."""
     parser = _Parser(add_help=False)
     parser.add_argument("--speculative-algorithm")
-    for name in ("num-steps", "num-draft-tokens", "dspark-block-size"):
+    for name in ("num-steps", "eagle-topk", "num-draft-tokens", "dspark-block-size"):
         parser.add_argument(f"--speculative-{name}", type=int)
     parser.add_argument("--enable-symm-mem", action="store_true")
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1, dest="cards")
@@ -344,15 +357,15 @@ def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_bloc
     found, _ = parser.parse_known_args(words)
     if found.speculative_algorithm is None:
         return None
-    algorithm = found.speculative_algorithm.upper()
-    algorithm = ALIASES.get(algorithm, algorithm)
+    algorithm = found.speculative_algorithm
     steps, rows = found.speculative_num_steps, found.speculative_num_draft_tokens
     if algorithm == DSPARK:
         block = found.speculative_dspark_block_size or (rows - 1 if rows else None) or checkpoint_block or DSPARK_BLOCK
     else:
         block = EAGLE_STEPS if steps is None else steps
     given = {"symmetric": found.enable_symm_mem, "cards": found.cards, "stages": found.stages}
-    given["trained"] = checkpoint_block or UNTOUCHED_DRAFT_BLOCK
+    given |= {"trained": checkpoint_block or UNTOUCHED_DRAFT_BLOCK}
+    given |= {"topk": found.speculative_eagle_topk} if algorithm == EAGLE else {}
     may_have_stages = found.disaggregation_mode == "prefill" or environ.get(STAGES_VARIABLE, "").lower() in YES
     return Speculation(algorithm, block + 1, **given, may_have_stages=may_have_stages, **of_variables(environ))
 

@@ -11,6 +11,12 @@ def is_ours() -> bool:
     return models_served.announced() is not None and device_gate.serves_current_device()
 
 
+def decides_alike(stages: int) -> bool:
+    """In a process that has a card: whether all cards of our own model decide as we have one decide, by what all of
+    them see in the same step: not with several stages of a pipeline, nor with hosts of which one may be without us."""
+    return stages == 1 and not models_served.may_have_unlike_hosts() and is_ours()
+
+
 def is_our_encoding(spec: str | None) -> bool:
     """In a process that answers over HTTP: our own model's prompts, and cards that we serve."""
     return spec == ENCODING and models_served.has_served_card()

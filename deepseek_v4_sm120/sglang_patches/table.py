@@ -63,7 +63,6 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     FATAL_REQUESTS,
     JSON_ANSWERS,
     KNOWN_SCHEMAS,
-    LONG_CALLS,
     MAX_OUTPUT_TOKENS,
     PROMPTS_ASIDE,
     RESPONSE_ERRORS,
@@ -89,6 +88,7 @@ from deepseek_v4_sm120.sglang_patches.rows.index_select import DEALT_INDEX, INDE
 from deepseek_v4_sm120.sglang_patches.rows.last_turns import KNOWN_TURNS, LAST_TURNS, UNSEEN_PICTURES
 from deepseek_v4_sm120.sglang_patches.rows.layers import LAYERS
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
+from deepseek_v4_sm120.sglang_patches.rows.long_calls import LONG_CALLS
 from deepseek_v4_sm120.sglang_patches.rows.mhc import (
     DEALT_STREAMS,
     FUSION_MODULE,

@@ -522,7 +522,7 @@ def test_graphs_for_fewer_requests_than_may_run_are_told(changes, words, flag):
         ({"disable_overlap_schedule": True, "pp_size": 2}, False),
         *(({"disable_overlap_schedule": True, "speculative_algorithm": name}, False) for name in ("NGRAM", "OTHER")),
         ({"disable_overlap_schedule": True, "speculative_algorithm": "EAGLE", "version": "0.5.13"}, False),
-        *(({"disable_overlap_schedule": True, "speculative_algorithm": name}, True) for name in ("nextn", "DSPARK")),
+        *(({"disable_overlap_schedule": True, "speculative_algorithm": name}, True) for name in ("EAGLE", "DSPARK")),
     ],
 )
 def test_steps_that_do_not_overlap_are_told(changes, is_told):

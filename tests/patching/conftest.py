@@ -277,6 +277,11 @@ class OpenAIServingResponses:
 
     async def responses_full_generator(self, request, sampling_params, result_generator, context):
         return request
+
+    async def responses_stream_generator_non_harmony(self, request, sampling_params, result_generator, model_name,
+                                                     tokenizer, request_metadata, created_time=None, *,
+                                                     require_reasoning):
+        yield request
 """
 TAGS = "class BaseFormatDetector:\n    def get_structural_tag("
 TAGS += "self, tools=None, tool_choice='auto', thinking_mode=False, parallel_tool_calls=True):\n        return None\n"

@@ -37,9 +37,8 @@ from tests.patching.attributes import Read, Release
 from tests.patching.attributes_of_others import GUARDED, OF_FIXES, OF_SHARED, OF_TENSORS_AND_OTHERS, OURS
 from tests.patching.wheels import RELEASES, every_release, fetch
 
-SRT = "sglang.srt"
+SRT, TEXT_OF = "sglang.srt", "text of "
 READS_THOUGHTS = f"{READER.partition(':')[0]}:BaseReasoningFormatDetector"
-TEXT_OF = "text of "
 CHAT_REQUEST, CHAT_TEXT = (
     ((f"{OPENAI}.protocol:ChatCompletion{name}",),) for name in ("Request", "MessageContentTextPart")
 )
@@ -465,6 +464,8 @@ OBJECTS = {
     "long_calls": {
         "parser": (("<0.5.21", f"{SRT}.function_call.base_format_detector:BaseFormatDetector"),),
         "parser_dict.get(index)": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
+        "request": (("<0.5.21", f"{OPENAI}.protocol:ResponsesRequest"),),
+        "step": (("<0.5.21", f"{SRT}.entrypoints.context:SimpleContext"),),
     },
     "think_marks": dict.fromkeys(("detector", "self.detector"), ((READS_THOUGHTS,),)),
     "wo_a": {

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from deepseek_v4_sm120.sglang_patches import scope
 from deepseek_v4_sm120.sglang_patches.fixes import short_prompts as fix
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, SCHEDULER
 from tests.patching.test_wheel_preempted_requests import CHUNK, PAGE, POLICY, Prompt, add_chunk_of, reader_of
@@ -19,8 +20,8 @@ OTHER = SimpleNamespace(AddReqResult=SimpleNamespace(OTHER="other", NO_TOKEN="no
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
-    monkeypatch.setattr(fix, "is_ours", lambda: True)
-    monkeypatch.setattr(fix.models_served, "has_several_hosts", lambda: False)
+    monkeypatch.setattr(scope, "is_ours", lambda: True)
+    monkeypatch.setattr(scope.models_served, "has_several_hosts", lambda: False)
     monkeypatch.setattr(fix.importlib, "import_module", lambda _: OTHER)
 
 
@@ -142,11 +143,11 @@ def test_when_chunks_stay_whole(version, sglang_wheel, monkeypatch):
     of_a_session = Waiting("a", 20)
     of_a_session.session = "one"
     assert first_chunk(waiting_queue=[of_a_session]) == CHUNK
-    for owner, name, value in ((fix.models_served, "has_several_hosts", True), (fix, "is_ours", False)):
+    for owner, name, value in ((scope.models_served, "has_several_hosts", True), (scope, "is_ours", False)):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, lambda value=value: value)
             assert first_chunk() == CHUNK, name
-            patched.setattr(fix.models_served, "_hosts_are_alike", True)
+            patched.setattr(scope.models_served, "_hosts_are_alike", True)
             assert (first_chunk() < CHUNK) is value, name
 
 

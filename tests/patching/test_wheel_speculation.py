@@ -3,6 +3,8 @@ over every prefix, block and accepted length; the rest is the presence of the ve
 
 import ast
 import re
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -165,6 +167,53 @@ def test_what_has_dspark(version, wheel):
     if has_it:
         config = source_of(wheel, "dspark_components/dspark_config.py")
         assert f"DEFAULT_DSPARK_GAMMA = {speculation.DSPARK_BLOCK}\n" in config
+
+
+@every_release()
+def test_which_words_the_server_takes(version, wheel):
+    """Its own check of a speculation, of this model."""
+    hook = ast.parse(source_of(wheel, "arg_groups/deepseek_v4_hook.py"))
+    (apply,) = [node for node in hook.body if getattr(node, "name", None) == "apply_deepseek_v4_defaults"]
+    (check,) = [
+        node for node in apply.body
+        if isinstance(node, ast.If) and re.fullmatch(r"\w+\.speculative_algorithm is not None", ast.unparse(node.test))
+    ]  # fmt: skip
+    run = compile(ast.Module([check], []), "wheel", "exec")
+
+    def takes(word: str, topk: int | None) -> bool:
+        given = SimpleNamespace(speculative_algorithm=word, speculative_eagle_topk=topk)
+        names = {
+            "server_args": given,
+            "cfg": given,
+            "model_arch": "it",
+            "envs": mock.MagicMock(),
+            "logger": mock.Mock(),
+        }
+        try:
+            exec(run, names)
+        except AssertionError:
+            return False
+        return True
+
+    for word in (EAGLE, DSPARK, "NEXTN", "eagle", "dspark", "EAGLE3", "NGRAM", "STANDALONE"):
+        for topk in (None, 1, 2):
+            found = Speculation(word, 2, topk=topk if word == EAGLE else 1)
+            said = {kind for kind, _ in kinds(version, found, ("sparse_decode",))}
+            assert takes(word, topk) == (speculation.STOPS not in said), (word, topk)
+
+
+@every_release()
+def test_words_are_looked_at_before_they_are_made_others(version, wheel):
+    """What runs the check above is called in front of what makes EAGLE of NEXTN."""
+    homes = ("sglang/srt/arg_groups/pipeline.py", "sglang/srt/server_args.py")
+    names = ("handle_model_specific_adjustments", "handle_speculative_decoding")
+    calls = [rf"^ +(self\._|run_hook\()?{name}[(,]" for name in names]
+    found = [
+        [call.start() if (call := re.search(line, content(wheel, home), re.MULTILINE)) else None for line in calls]
+        for home in homes if home in members(wheel)
+    ]  # fmt: skip
+    (places,) = [places for places in found if None not in places]
+    assert places == sorted(places)
 
 
 @every_release()

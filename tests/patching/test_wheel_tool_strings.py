@@ -1,6 +1,7 @@
 """Tool calls, read by the parsers of every release that the row is for, whole and in pieces of any number of tokens."""
 
 import ast
+import asyncio
 import functools
 import json
 import subprocess
@@ -11,7 +12,10 @@ import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.fixes import long_calls, tool_strings
+from deepseek_v4_sm120.sglang_patches.fixes.tool_strings import CALLS
 from deepseek_v4_sm120.sglang_patches.rows.http_server import PROCESS
+from tests.patching.response_calls_read import INNER, OUTER
+from tests.patching.response_calls_read import MODULE as RESPONSES_MODULE
 from tests.patching.test_wheel_wo_a import definition
 from tests.patching.tool_calls_read import (
     ANSWER,
@@ -31,6 +35,7 @@ from tests.patching.wheels import RELEASES, WheelSources, content, fetch, member
 REPO = Path(__file__).resolve().parents[2]
 OWN_PARSER_SINCE, WHOLE_CALLS_SINCE, WORDS_KEPT_SINCE, CALLS_ENDED_SINCE = "0.5.23", "0.5.21", "0.5.18", "0.5.16"
 BEFORE_WHOLE_CALLS, BELOW_ZERO = [r for r in RELEASES if not since(r, WHOLE_CALLS_SINCE)], "below zero"
+STREAMED_RESPONSES = [r for r in BEFORE_WHOLE_CALLS if since(r, "0.5.14")]
 JSON_CALL = ["run", {"command": " as JSON "}]
 read_by = pytest.mark.parametrize("version", [r for r in RELEASES if not since(r, OWN_PARSER_SINCE)], scope="module")
 
@@ -44,7 +49,9 @@ def texts(version: str) -> tuple[str | None, ...]:
     sources = WheelSources(fetch(version))
     chat = definition(fetch(version), f"{CHAT_CLASS}._check_for_unstreamed_tool_args", CHAT_MODULE)
     step = definition(fetch(version), PROCESS.partition(":")[2], CHAT_MODULE)
-    return (*map(sources.read, (*REAL, *OF_THOUGHTS)), chat and ast.unparse(chat), ast.unparse(step))
+    found = [definition(fetch(version), name, RESPONSES_MODULE) for name in (OUTER, INNER)]
+    told = [node and ast.unparse(node) for node in (chat, step, *found)]
+    return (*map(sources.read, (*REAL, *OF_THOUGHTS)), *told)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +202,35 @@ def test_a_long_call_is_not_read_anew_with_each_step(read, version):
     assert ours["silent"] <= 2 * written // EACH + 3
 
 
+streams_responses = pytest.mark.parametrize("version", STREAMED_RESPONSES, scope="module")
+
+
+@streams_responses
+def test_a_long_call_over_responses_is_told_as_sglang_tells_it(read, version):
+    """All of a call that is whole; of one that is cut off its beginning, and the parser has it all."""
+    stock, ours = (read(version)[way] for way in ("responses, stock", "responses"))
+    for what in ("arguments", "text", "items", "buffer"):
+        assert ours["whole"][what] == stock["whole"][what]
+        assert what == "arguments" or ours["cut off"][what] == stock["cut off"][what]
+    assert MARK in ours["whole"]["arguments"] and "function_call_arguments.done" in ours["whole"]["items"]
+    told, least = stock["cut off"]["arguments"], ours["cut off"]["arguments"]
+    assert told.startswith(least) and len(told) - len(least) < 2 * EACH
+
+
+@streams_responses
+def test_a_long_call_over_responses_is_not_read_anew_with_each_step(read, version):
+    """Where steps have all of the text, and tools were given; a stream is silent for no longer than it is to be."""
+    stock, ours = (read(version)[way] for way in ("responses, stock", "responses"))
+    for case in stock:
+        steps, written = stock[case]["asked"], len(stock["cut off"]["buffer"])
+        assert stock[case]["read"] > steps * written / 3 and ours[case]["read"] < steps * written / 5
+    assert ours["cut off"]["silent"] <= 2 * written // EACH + 3
+    steps, seen = ours["cut off"]["steps"]
+    assert seen < steps / 2 and stock["cut off"]["steps"] == [steps, steps]
+    for way in ("new text alone", "elsewhere", "no tools"):
+        assert read(version)[f"responses, {way}"]["steps"] == [steps, steps]
+
+
 def test_the_parser_is_asked_at_tags_and_at_the_end(served_card):
     """Behind so many characters that three steps are kept otherwise."""
     parser, asked = SimpleNamespace(_buffer="x" * 4 * long_calls.EACH), []
@@ -205,6 +241,32 @@ def test_the_parser_is_asked_at_tags_and_at_the_end(served_card):
     assert asked == [None, None, None, "abcd", None, f"</{MARK}", "parameter", ">", "\n", "e", "f"]
     parser._buffer += " " * long_calls.TAG
     assert [long_calls.handed_on(parser, text, text == "h") for text in ("g", "h", "i")] == [None, "gh", None]
+
+
+def handed_to_sglang(texts: list[str], *, is_incremental=False) -> list[str]:
+    """Of a stream's steps by their new text: what each that SGLang gets has more than the one before."""
+
+    async def steps():
+        for i, text in enumerate(texts):
+            yield {"text": text if is_incremental else "".join(texts[: i + 1])}
+
+    async def all_of_them():
+        return [step["text"] async for step in long_calls.longer_steps(steps())]
+
+    told = asyncio.run(all_of_them())
+    return told if is_incremental else [text.removeprefix(told[i - 1] if i else "") for i, text in enumerate(told)]
+
+
+def test_which_steps_of_a_response_are_kept():
+    """Those within a call, one more behind each 4,096 characters of it; none at its tags, and not the last."""
+    long, tags = "x" * 4 * long_calls.EACH, ("</", MARK, 'invoke name="run">')
+    call = [CALLS, long, "a", "b", "c", "d", "e"]
+    assert handed_to_sglang([*call, "f"]) == [CALLS, long, "abcd", "ef"]
+    assert handed_to_sglang([*call, *tags, "f", "."]) == [CALLS, long, "abcd", "e</" + MARK, tags[2], "f", "."]
+    assert handed_to_sglang([long, "a", CALLS, "b", "c"]) == [long, "a", CALLS, "b", "c"]  # a call that begins
+    ended = [CALLS, long, long_calls.CALL_END, " " * long_calls.TAG, "a", "b", "c"]
+    assert handed_to_sglang(ended) == ended
+    assert handed_to_sglang(call, is_incremental=True) == call
 
 
 @told_in_pieces

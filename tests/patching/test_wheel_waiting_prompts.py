@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from deepseek_v4_sm120.sglang_patches import scope
 from deepseek_v4_sm120.sglang_patches.fixes import waiting_prompts as fix
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import SCHEDULER
 from tests.patching.test_wheel_wo_a import definition
@@ -16,8 +17,8 @@ STEP = fix.TOKENS_OF_A_STEP
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
-    monkeypatch.setattr(fix, "is_ours", lambda: True)
-    monkeypatch.setattr(fix.models_served, "has_several_hosts", lambda: False)
+    monkeypatch.setattr(scope, "is_ours", lambda: True)
+    monkeypatch.setattr(scope.models_served, "has_several_hosts", lambda: False)
 
 
 class Running(SimpleNamespace):
@@ -92,11 +93,11 @@ def test_in_other_servers_sglang_looks_in_front_of_each_step(given):
 
 def test_several_hosts_other_models_and_delayed_prompts_are_left_alone(monkeypatch):
     assert Scheduler(20 * STEP).looks(5, delayer="negotiates") == 5
-    for owner, name, value in ((fix.models_served, "has_several_hosts", True), (fix, "is_ours", False)):
+    for owner, name, value in ((scope.models_served, "has_several_hosts", True), (scope, "is_ours", False)):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, lambda value=value: value)
             assert Scheduler(20 * STEP).looks(5) == 5
-            patched.setattr(fix.models_served, "_hosts_are_alike", True)
+            patched.setattr(scope.models_served, "_hosts_are_alike", True)
             assert (Scheduler(20 * STEP).looks(5) < 5) is value
 
 

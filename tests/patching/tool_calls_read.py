@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.fixes import long_calls, think_marks, tool_strings
 from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, PROCESS
+from tests.patching import response_calls_read
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import fetch, packages
 from tests.wheel_pools import Stub, Wheel
@@ -225,6 +226,12 @@ def all_streamed(tools, replace) -> dict:
     return {case: streamed(tools, replace, case, 2) for case in ENDS}
 
 
+def responded(replace, case: str, **given) -> dict:
+    """The same over /v1/responses; nothing of a release that streams no calls there."""
+    answer, reason = ENDS[case]
+    return response_calls_read.streamed(sys.argv[1], replace, pieces(answer, 2), reason, **given)
+
+
 def main(version: str) -> dict:
     logging.disable(logging.CRITICAL)
     sys.path.append(str(packages()))
@@ -253,6 +260,7 @@ def main(version: str) -> dict:
         found["end elsewhere"] = cut_off(tools, tool_strings.replace_check_quoted, "stop", BARE)[1]
         long_calls.EACH = EACH
         found["long elsewhere"] = streamed(tools, long_calls.replace_process, "cut off", 2)
+        found["responses, elsewhere"] = responded(long_calls.replace_responses, "cut off")
     found |= {"stock": all_ways(v4, "tool_calls"), "v3.2": all_ways(v32, "function_calls")}
     v32._parse_parameters_from_xml = replace(stock)
     found["elsewhere"] = all_ways(v4, "tool_calls")
@@ -263,6 +271,11 @@ def main(version: str) -> dict:
         ways_to_end = ("length", "stop")
         found["long, stock"] = all_streamed(tools, lambda original: original)
         found |= {"long": all_streamed(tools, long_calls.replace_process), "prefixes": prefixes()}
+        ours = long_calls.replace_responses
+        found["responses, stock"] = {case: responded(lambda original: original, case) for case in ENDS}
+        found["responses"] = {case: responded(ours, case, in_dicts=case == "whole") for case in ENDS}
+        found["responses, new text alone"] = responded(ours, "cut off", is_incremental=True)
+        found["responses, no tools"] = responded(ours, "cut off", tools=[])
         checks = (lambda original: original, tool_strings.replace_check_quoted)
         ends = ((BARE, "stop"), (CUT_OFF, "length"), (BARE.partition("</")[0], "length"))
         found["ends"] = [[cut_off(tools, check, reason, answer) for answer, reason in ends] for check in checks]

@@ -19,7 +19,6 @@ from deepseek_v4_sm120.commands.doctor.finding import OK, Finding, fail, not_run
 from deepseek_v4_sm120.commands.doctor.http_get import check_url, get
 from deepseek_v4_sm120.commands.plan import memory, models
 from deepseek_v4_sm120.commands.speculation import (
-    ALIASES,
     COMPACT,
     DSPARK,
     EAGLE,
@@ -279,8 +278,8 @@ def _graphs(a: Answers) -> Iterator[Finding]:
 
 def _overlap(a: Answers) -> Iterator[Finding]:
     """Where SGLang does not turn it off by itself, as it does for pipelines, and up to 0.5.13 for speculation."""
-    algorithm = (a.get("speculative_algorithm") or "").upper()
-    is_kept = a.version >= OVERLAPPED_DRAFTS_SINCE and ALIASES.get(algorithm, algorithm) in (EAGLE, DSPARK)
+    algorithm = a.get("speculative_algorithm")
+    is_kept = a.version >= OVERLAPPED_DRAFTS_SINCE and algorithm in (EAGLE, DSPARK)
     if a.get("disable_overlap_schedule") and (a.get("pp_size") or 1) == 1 and (not algorithm or is_kept):
         cost = "the cards wait in every step while the host takes its tokens and prepares the next one"
         yield warn("overlap of steps", "off", cost, "remove --disable-overlap-schedule")
@@ -511,7 +510,6 @@ def _unsafe_speculation(a: Answers) -> Iterator[Finding]:
     if rows is None or len(a.version) < 3:
         yield not_run("speculation", f"{algorithm}: its draft tokens or its release are not told", "see `arguments`")
         return
-    algorithm = ALIASES.get(algorithm.upper(), algorithm.upper())
     told = {"mode": None} if a.variables is None else of_variables(a.variables)
     symmetric, cards = bool(a.get("enable_symm_mem")), a.get("tp_size") or 1
     found = Speculation(algorithm, rows, symmetric=symmetric, cards=cards, **told)

@@ -174,7 +174,7 @@ def wanted(facts: dict, arguments: argparse.Namespace) -> tuple[str, ...]:
         return verdict.PLAIN
     if algorithm == "DSPARK" and not arguments.without_drafts:
         return verdict.BLOCKS
-    if algorithm not in ("EAGLE", "NEXTN") or arguments.without_drafts:
+    if algorithm != "EAGLE" or arguments.without_drafts:
         return verdict.VERIFIED
     chained = (facts.get("speculative_num_steps") or 1) > 1
     return tuple(mode for mode in verdict.DRAFTED if chained or mode != "draft, decode")
@@ -190,7 +190,7 @@ def notes_of(facts: dict, asked, arguments: argparse.Namespace) -> list[str]:
     if asked.others:
         found.append(f"{asked.others} rows were of requests that this command had not sent")
     algorithm = facts.get("speculative_algorithm")
-    if algorithm and algorithm not in ("EAGLE", "NEXTN", "DSPARK"):
+    if algorithm and algorithm not in ("EAGLE", "DSPARK"):
         found.append(f"what {algorithm} drafts with was not judged: verification was, which decides the answers")
     elif algorithm and arguments.without_drafts:
         found.append("drafts were not judged: verification was, which decides the answers")

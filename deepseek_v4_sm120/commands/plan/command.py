@@ -21,11 +21,11 @@ from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, 
 from deepseek_v4_sm120.commands.speculation import (
     DSPARK,
     EAGLE,
+    MOST_DRAFTS,
     STRUCTURE,
     TEXT,
     UNTOUCHED_DRAFT_BLOCK,
     Speculation,
-    advise,
 )
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version, tells_release
@@ -40,7 +40,6 @@ GIVEN = "NVIDIA_VISIBLE_DEVICES"  # by `docker run --gpus` to its container, and
 CARDS = re.compile(r"(\d+|(GPU|MIG)-[\w./-]+)(,(\d+|(GPU|MIG)-[\w./-]+))*", re.ASCII)
 CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
 SUMMED_BY = ("ours", "nccl")
-MOST_DRAFTS = 3  # that are reckoned
 DRAFTERS = {"mtp": EAGLE, "dspark": DSPARK}  # --spec, by SGLang's names
 VERSION = re.compile(r"v?\d{1,4}\.\d{1,4}\.\d{1,4}(\.?(a|b|rc|post|dev)\d{1,12})*(\+[a-z0-9._-]{1,80})?", re.ASCII)
 
@@ -76,8 +75,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """CommandError for anything that is not a version, a model, a number of cards, and for a setting with which no
-    server would start."""
+    """CommandError for anything that is not a version, a model, a number of cards, or is no plan's size, and for a
+    setting with which no server would start."""
     if problem := Steering(TABLE.defaults, settings(), lambda versions: True, TABLE.operators).problem():
         raise CommandError(problem)
     found = package_version("sglang", Sources())
@@ -128,6 +127,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         given=given_cards(os.environ),
         in_use_mib=in_use_mib,
     )
+    launch.check(request)  # a block is advised by its steps
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
 
 
@@ -146,8 +146,8 @@ def _speculation(request: Request, spec: str | None, block: int | None) -> Specu
     if spec is None and block is None and request.model.no_drafter:
         return None
     algorithm = request.model.drafter if spec is None else DRAFTERS[spec]
-    advised = advise(request.version, algorithm, request.concurrency, request.load).block
-    rows, trained = 1 + (advised if block is None else block), request.model.dspark_block or UNTOUCHED_DRAFT_BLOCK
+    rows = 1 + (request.advised(algorithm).block if block is None else block)
+    trained = request.model.dspark_block or UNTOUCHED_DRAFT_BLOCK
     return Speculation(algorithm, rows, cards=request.gpus, trained=trained)
 
 

@@ -17,7 +17,7 @@ from deepseek_v4_sm120.commands.doctor.software_checks import ATTENTION_VARIABLE
 from deepseek_v4_sm120.commands.plan import cards, choices, hosts, memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
-from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, advise, refuse_if_unsafe
+from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, refuse_if_unsafe
 from deepseek_v4_sm120.ops import all_reduce_sizes
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
@@ -255,7 +255,7 @@ def _speculation(plan: Plan) -> None:
     if r.speculation is None:
         return
     algorithm, block = r.speculation.algorithm, r.speculation.block
-    advice = advise(r.version, algorithm, r.concurrency, r.load)
+    advice = r.advised(algorithm)
     reason = advice.reason if block == advice.block else f"as asked; {advice.block} for this load: {advice.reason}"
     if algorithm == DSPARK:
         add(Flag("--speculative-algorithm", DSPARK, "the checkpoint's own drafter"))

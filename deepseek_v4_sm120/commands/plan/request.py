@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.plan import memory, roofline
 from deepseek_v4_sm120.commands.plan.cards import NETWORK, PCIE, PRO, Card, Link
 from deepseek_v4_sm120.commands.plan.models import Model
-from deepseek_v4_sm120.commands.speculation import EAGLE, TEXT, Speculation
+from deepseek_v4_sm120.commands.speculation import EAGLE, TEXT, Advice, Speculation, advise
 from deepseek_v4_sm120.ops import all_reduce_sizes
 from deepseek_v4_sm120.settings import asks_for
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
@@ -20,6 +20,7 @@ DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
 SHADOWED_SINCE = (0, 5, 21)  # below, rows that graphs pad may hold anything, and shadow mode compares them
 HALVES, HALVES_SINCE, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 14), (0, 5, 23)  # from then on tried out by itself
+DRAFT_CHAIN = "draft_chain"  # the fix of EAGLE's later drafts, of all releases
 IMAGE = "lmsysorg/sglang:v{version}"
 NOTICEABLE = 0.02  # of a step: less is not worth its copy's memory
 
@@ -115,6 +116,16 @@ class Request:
         sizes = self.model, self.gpus, self.concurrency, context, drafts
         speeds = {"card": self.card, "link": self.link}
         return roofline.speculating_seconds(*sizes, wo_a_bf16=self.wo_a_bf16, head_bytes=head_bytes, **speeds)
+
+    def advised(self, algorithm: str) -> Advice:
+        """The block of a drafter that suits these cards, streams, load and release."""
+
+        def seconds(drafts: int) -> float:
+            drafting = replace(self, speculation=Speculation(EAGLE, drafts + 1))
+            return drafting.drafted_step_seconds(drafts, drafting.has_draft_head)
+
+        is_chained = not self.off and self.also_set.get(DRAFT_CHAIN) != "off"
+        return advise(self.version, algorithm, self.concurrency, self.load, seconds if is_chained else None)
 
     @property
     def may_keep_prefixes(self) -> bool:

@@ -20,7 +20,7 @@ from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 DEFAULT = "prefill_graphs"
 # none more than twice the one before, else what lies between has no graph; closer where a padded row costs most
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144)
-MTP = ("EAGLE", "NEXTN")  # --speculative-algorithm: the model's own draft layer
+MTP = ("EAGLE",)  # --speculative-algorithm: the model's own draft layer
 # server argument -> its value where the user did not speak of graphs, and passes are those of tensor parallelism alone
 PLAIN = {
     **{"cuda_graph_backend_prefill": None, "cuda_graph_bs_prefill": None, "cuda_graph_max_bs_prefill": None},

@@ -7,7 +7,8 @@ there grows by the square of its length, and all streams wait for it. No thread 
 
 Here what two steps share is found by halving, the same text; and behind each 4,096 characters one more step is kept
 until the parser is asked for all of them at once: the arguments are those of a stream of longer steps. At a tag of the
-call's, and with the last step, it is asked at once. This runs where no GPU is asked.
+call's, and with the last step, it is asked at once. Over /v1/responses the parser is asked in the midst of SGLang's
+stream, so steps are kept in front of it. This runs where no GPU is asked.
 
 From 0.5.20 on a custom tool's call over /v1/responses (Codex's apply_patch) has its text told, too, and for it all of
 the call's JSON is read anew with each step, character by character in Python: 6 ms a step behind a patch of 40,000
@@ -20,12 +21,13 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.fixes.tool_strings import is_ours
+from deepseek_v4_sm120.sglang_patches.fixes.tool_strings import CALLS, is_ours
 
 EACH = 4096  # characters that were written of a call, for each step that is kept
+CALL_END = "</｜DSML｜invoke>"
 MARK, TAG = "｜DSML｜", 64  # one token, which each tag has, and characters in which a tag is at its end
 KEPT = "_dsv4_sm120_kept"  # of a parser: the text that it was not asked for, and of how many steps
 STREAMS = 32  # whose texts are kept, to go on behind them; of more at once some are read from their beginning
@@ -78,6 +80,40 @@ def handed_on(parser, text: str, is_last: bool) -> str | None:
     is_due = is_last or steps >= len(written) // EACH or MARK in written[-TAG:] + text
     setattr(parser, KEPT, ("", 0) if is_due else (text, steps))
     return text if is_due else None
+
+
+def replace_responses(original: Callable) -> Callable:
+    """For OpenAIServingResponses.responses_stream_generator_non_harmony(self, request, sampling_params,
+    result_generator, ...) -> the events that it makes of the steps."""
+
+    @functools.wraps(original)
+    def responses_stream_generator_non_harmony(self, request, sampling_params, result_generator, *given, **named):
+        if request.tools and models_served.has_served_card():
+            result_generator = longer_steps(result_generator)
+        return original(self, request, sampling_params, result_generator, *given, **named)
+
+    return responses_stream_generator_non_harmony
+
+
+async def longer_steps(steps: AsyncIterator) -> AsyncIterator:
+    """The steps of a stream without those whose text the next one has as well. Each has all of the text so far; where a
+    server sends the new one alone (--incremental-streaming-output) no text is as long as the call, and none is kept."""
+    end, tail, written, many, kept = 0, "", 0, 0, None  # written: of a call that is not at its end
+    async for step in steps:
+        chunk = step if isinstance(step, dict) else step.last_output
+        text = chunk["text"]
+        new, end = text[end:], len(text)
+        seen, many = tail + new, many + 1
+        at = max(seen.rfind(CALLS), seen.rfind(CALL_END))
+        written = len(seen) - at if at >= 0 else written + len(new) if written else 0
+        tail = seen[-TAG:]
+        if MARK in seen or many >= min(written, len(text)) // EACH:
+            many, kept = 0, None
+            yield step
+        else:
+            kept = step
+    if kept is not None:
+        yield kept
 
 
 def replace_custom_input(original: Callable) -> Callable:

@@ -24,8 +24,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.scope import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import decides_alike
 
 POLICY = "sglang.srt.managers.schedule_policy"
 LOOKED_AT = 16  # prompts of the queue: each is looked up in the prefix cache
@@ -73,11 +72,11 @@ def replace_next_prompts(original: Callable) -> Callable:
 
 
 def _may_share(scheduler) -> bool:
-    if scheduler.chunked_req is None or not scheduler.waiting_queue or not is_ours():
+    if scheduler.chunked_req is None or not scheduler.waiting_queue:
         return False
     has_no_prefixes = getattr(scheduler.tree_cache, "disable", True)
     others = scheduler.enable_lora, scheduler.truncation_align_size, has_no_prefixes
-    return not any(others) and scheduler.pp_group.world_size == 1 and not models_served.may_have_unlike_hosts()
+    return not any(others) and decides_alike(scheduler.pp_group.world_size)
 
 
 def replace_add_chunk(original: Callable) -> Callable:

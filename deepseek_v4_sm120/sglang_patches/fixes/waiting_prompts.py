@@ -18,8 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.scope import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import decides_alike
 
 TOKENS_OF_A_STEP = 1 << 13
 
@@ -54,4 +53,4 @@ def _may_wait(scheduler, running_batch) -> bool:
     stores = scheduler.enable_hicache_storage or getattr(scheduler, "enable_lmcache", False)
     is_passed_by = scheduler.enable_priority_scheduling or scheduler.enable_lora or stores
     in_order = scheduler.schedule_policy == "fcfs" and not is_passed_by
-    return in_order and scheduler.pp_group.world_size == 1 and not models_served.may_have_unlike_hosts() and is_ours()
+    return in_order and decides_alike(scheduler.pp_group.world_size)

@@ -12,16 +12,6 @@ OPENAI = "sglang.srt.entrypoints.openai"
 CHAT = f"{OPENAI}.serving_chat:OpenAIServingChat"
 MESSAGES = "sglang.srt.entrypoints.anthropic.serving:AnthropicServing"
 PROCESS = f"{CHAT}._process_tool_call_stream"
-OF_STEP = (
-    "self",
-    "index",
-    "delta",
-    "parser_dict",
-    "content",
-    "request",
-    "has_tool_calls",
-    "continuous_usage_stats=False",
-)
 OF_PROMPT = Parameters(("self", "request", "tools", "is_multimodal"))
 RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
 READER = "sglang.srt.parser.reasoning_parser:ReasoningParser"
@@ -39,7 +29,6 @@ FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
     targets_of_fix, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
 )
-_long_calls = targets_of_fix("long_calls")
 _token_logprobs, _prompts_aside, _sample_seeds, _argument_names, _fatal_requests = map(
     targets_of_fix, ("token_logprobs", "prompts_aside", "sample_seeds", "argument_names", "fatal_requests")
 )
@@ -69,29 +58,6 @@ TOOL_STRINGS = Patch(
     ),
     absent="from 0.5.23 on DeepSeek's own parser reads the answers (deepseek-recipe)",
     retire="with SGLang 0.5.22",
-)
-
-LONG_CALLS = Patch(
-    name="long_calls",
-    why="what was written of a call is read anew with each step of a stream, in the loop that answers over HTTP: where "
-    "a call writes a file of a hundred thousand characters, all other streams wait for tens of milliseconds a step",
-    targets=(
-        _long_calls(CUSTOM_INPUT, "custom_input", Parameters(("buffer",), imported=True), ">=0.5.20,<0.6"),
-        _long_calls(
-            "sglang.srt.function_call.utils:_find_common_prefix",
-            "common_prefix",
-            Parameters(("s1", "s2"), imported=True),
-            "<0.5.21",
-        ),
-        _long_calls(PROCESS, "process", Parameters(OF_STEP, is_generator=True, is_async=True), "<0.5.18"),
-        _long_calls(
-            PROCESS,
-            "process",
-            Parameters((*OF_STEP, "flush=False"), is_generator=True, is_async=True),
-            ">=0.5.18,<0.5.21",
-        ),
-    ),
-    retire="with SGLang 0.5.20; the first one when SGLang goes on where it was in a custom tool's call",
 )
 
 DISCONNECTS = Patch(
