@@ -47,7 +47,14 @@ OF_GRAMMARS = {  # what requests are held to
     },
 }
 
-OF_FIXES = {"abort_names": OF_ABORTS, "first_requests": OF_FIRST_REQUESTS, **OF_GRAMMARS}
+OF_LONG_CALLS = {
+    "parser": (("<0.5.21", f"{SRT}.function_call.base_format_detector:BaseFormatDetector"),),
+    "parser_dict.get(index)": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
+    "request": (("<0.5.21", f"{OPENAI}.protocol:ResponsesRequest"),),
+    "step": (("<0.5.21", f"{SRT}.entrypoints.context:SimpleContext"),),
+}
+
+OF_FIXES = {"long_calls": OF_LONG_CALLS, "abort_names": OF_ABORTS, "first_requests": OF_FIRST_REQUESTS, **OF_GRAMMARS}
 
 # what is ours, torch's or Python's, by adapter; "*": in any
 OURS = {

@@ -461,12 +461,6 @@ OBJECTS = {
         "detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),),
         "parser": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
     },
-    "long_calls": {
-        "parser": (("<0.5.21", f"{SRT}.function_call.base_format_detector:BaseFormatDetector"),),
-        "parser_dict.get(index)": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
-        "request": (("<0.5.21", f"{OPENAI}.protocol:ResponsesRequest"),),
-        "step": (("<0.5.21", f"{SRT}.entrypoints.context:SimpleContext"),),
-    },
     "think_marks": dict.fromkeys(("detector", "self.detector"), ((READS_THOUGHTS,),)),
     "wo_a": {
         "attention": ((ATTENTION,),),
