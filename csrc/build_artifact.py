@@ -46,16 +46,15 @@ from build_results import BuildError, Results, check_writable, locked, run, say 
 from build_wheels import CUDA_WHEELS, TOOL_WHEELS, private_venv  # noqa: E402
 
 from deepseek_v4_sm120 import RECORD, __version__  # noqa: E402
-from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
+from deepseek_v4_sm120.ops.shared.extension import ARCHS, LIBRARY  # noqa: E402
 
-# 120f: RTX PRO 6000 and RTX 50 (12.0), GB10 (12.1). Cubins only, no PTX: what is made for an architecture has no
-# forward compatibility to offer. Of some kernels nvcc 13.0 makes other code for 120a than for its family: they are
-# compiled for each. All others of 120a's are 120f's to the byte. H100 and H200, where the kernels are validated, serve
+# ARCHS: 120f, for RTX PRO 6000 and RTX 50 (12.0) and GB10 (12.1). Cubins only, no PTX: what is made for an architecture
+# has no forward compatibility to offer. Of some kernels nvcc 13.0 makes other code for 120a than for its family: these
+# are compiled for each. All others of 120a's are 120f's to the byte. H100 and H200, where the kernels are validated, serve
 # nobody by us: 90a is built where it is asked for, as by `tests/run.py --gpu` on one.
-ARCHS = ("120f",)
 EACH = ("sparse_decode/prefill", "sparse_decode/pairs", "fp8_linear/many", "mxfp4_moe/sorted", "mxfp4_moe/scaled")
 OF_EACH = {f"{name}.cu": {"120f": ("120a", "121a")} for name in EACH}
-PTX = "*.compute_12*.ptx"  # beside each object, for tests/emulator
+PTX = "*.ptx"  # beside each object, for tests/emulator
 OLDEST_CUDA = (12, 9)
 MAX_SHARED_BYTES = 101_376  # what one block can have on SM120: 99 KiB
 NEWEST_GLIBC = (2, 34)  # SGLang's own wheels are manylinux_2_34

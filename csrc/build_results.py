@@ -102,7 +102,7 @@ class Results:
         """
         named = {str(f.resolve()).removeprefix(f"{self.sources}/"): f for f in reads}
         files = {name: hashlib.sha256(f.read_bytes()).hexdigest() for name, f in named.items()}
-        key = json.dumps([self.tools, [str(word) for word in command], files])
+        key = json.dumps([self.tools, [str(word) for word in command], files, kept])
         result = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
         log = result.with_name(f"{result.name}.log")
         folder = result.with_name(f"{result.name}.kept") if kept else None

@@ -25,6 +25,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
+
 REQUIREMENTS = REPO / "tests/requirements.txt"
 BUILD = [str(REPO / "csrc/build_artifact.py")]
 GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/dxg"))
@@ -131,7 +135,7 @@ def prepared_gpu(environment: dict[str, str], *needed: str) -> str | None:
     say(f"GPU {name}, capability {capability}")
     present = [sys.executable, "-c", PRESENT.format(capability.replace(".", ", "))]
     if subprocess.run(present, env=environment, cwd=REPO).returncode != 0:
-        own = "120f" if capability.startswith("12.") else f"120f,{capability.replace('.', '')}a"
+        own = extension.archs_for([tuple(map(int, capability.split(".")))])
         build = [sys.executable, *BUILD, "--python", sys.executable, "--archs", own]
         if subprocess.run(build, env=environment, cwd=REPO).returncode:
             return None

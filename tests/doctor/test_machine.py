@@ -298,7 +298,8 @@ def test_access_control_of_the_bridges(tmp_path, config, state):
 
 def test_a_driver_too_old_and_a_build_without_the_cards_code(tmp_path):
     found = gathered(tmp_path, rtx(), capability="12.1")
-    assert "not for sm_121" in finding(gpu_checks.checks(found), "driver").found
+    told = finding(gpu_checks.checks(found), "driver")
+    assert "not for sm_121" in told.found and told.fix.endswith("--archs 120f")
     found.status["build"] = BUILD | {"archs": ["120f", "90a"]}
     assert finding(gpu_checks.checks(found), "driver").state == OK
 

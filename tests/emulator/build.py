@@ -52,8 +52,8 @@ def built() -> tuple[Path, list[Path]]:
 
 
 def chosen(folder: Path) -> list[Path]:
-    """Of a unit that is compiled for each of a family's chips, that of RTX PRO 6000."""
-    return sorted(folder.glob("*compute_120*.ptx"))
+    """Of a unit that is compiled for each of a family's chips, that of RTX PRO 6000; of one alone nvcc says no name."""
+    return sorted(folder.glob("*compute_120*.ptx")) or sorted(folder.glob("*.ptx"))
 
 
 def processor() -> str:

@@ -295,3 +295,12 @@ def test_so_is_one_over_responses(version, parser):
         stock, ours = (responses(version, made, ours=of, **more) for of in (False, True))
         assert ours == stock, more
     assert list(responses(version, made, ours=True, spec="dsv41")) == ["json_schema"]
+
+
+@pytest.mark.parametrize("or_answer", [True, False])
+def test_calls_that_xgrammar_does_not_know_are_left_to_sglang(or_answer):
+    """Of another model's --tool-call-parser SGLang makes a tag of an older kind, which has no format."""
+    params, older = {"json_schema": "{}"}, {"type": "structural_tag", "structures": [], "triggers": []}
+    calls = ("structural_tag", SimpleNamespace(model_dump=lambda by_alias: older))
+    calls_or_answers.hold_to_either(params, calls, or_answer)
+    assert params == {"json_schema": "{}"}

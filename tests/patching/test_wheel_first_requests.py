@@ -4,6 +4,7 @@ forms of SGLang's kernels that random load on its scheduler asks for: test_wheel
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -71,7 +72,7 @@ def told(monkeypatch):
 def start(monkeypatch, loop, told):
     """start(version, **of the server) -> (its manager, what happened in turn) of the release's own thread"""
 
-    def start(version, runs=True, own=None, ours=True, changes=(), **more):
+    def start(version, runs=True, own=None, ours=True, changes=(), lacks=(), **more):
         arguments = dict(dp_size=1, disaggregation_mode="null", chunked_prefill_size=8192, max_running_requests=4)
         arguments |= dict(grammar_backend="xgrammar", skip_server_warmup=False, is_ep_scale_joiner=False)
         arguments |= dict.fromkeys(
@@ -80,6 +81,8 @@ def start(monkeypatch, loop, told):
         server_args, events = SimpleNamespace(**arguments | more), []
         manager = Manager(events, loop)
         vars(manager).update(changes)
+        for name in lacks:
+            monkeypatch.delattr(manager if name in vars(manager) else Manager, name)
 
         def _execute_server_warmup(given):
             assert given is server_args
@@ -135,6 +138,7 @@ def test_a_server_that_does_not_start_is_asked_nothing(version, start, served_ca
     [
         {"dp_size": 2},
         {"attn_dp_size": 2},
+        {"tokenizer_worker_num": 2},
         {"disaggregation_mode": "decode"},
         {"changes": {"is_generation": False}},
         {"changes": {"event_loop": None}},
@@ -169,6 +173,23 @@ def test_a_request_that_is_never_answered_is_given_up(start, served_card, told, 
     )
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result()
     assert manager.left == 3  # so that SGLang aborts it
+
+
+def test_a_loop_that_waits_for_this_thread_is_not_waited_for(start, served_card, told, monkeypatch, loop):
+    """Behind Ctrl-C uvicorn's loop joins the thread of the warm-up: neither would ever go on."""
+    monkeypatch.setattr(first_requests, "BEAT_S", 0.01)
+    monkeypatch.setattr(first_requests, "SILENT_S", 0.05)
+    began = time.monotonic()
+    loop.call_later(0.02, time.sleep, 0.5)
+    _, events = start("0.5.23", changes={"hangs": (3,)})
+    assert events[-1] == READY and time.monotonic() - began < 5
+    assert "the loop that answers over HTTP stands still" in [text for kind, text in told if kind == "warn"][0]
+
+
+def test_a_release_that_has_other_names_is_ready_without(start, served_card, told):
+    for name in ("max_req_input_len", "event_loop"):
+        _, events = start("0.5.23", lacks=(name,))
+        assert events[-1] == READY and "not asked: AttributeError" in told[-1][1]
 
 
 def test_nothing_more_is_asked_of_a_server_that_ends(start, served_card):

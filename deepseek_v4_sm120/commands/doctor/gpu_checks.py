@@ -118,7 +118,7 @@ def _driver(facts: Facts) -> Iterator[Finding]:
             "driver",
             f"{driver}; our module has code for sm_{', sm_'.join(archs)}, not for sm_{', sm_'.join(missing)}",
             "our kernels cannot run on this GPU",
-            "rebuild with: python3 csrc/build_artifact.py --archs " + ",".join(f"{m}a" for m in missing),
+            f"rebuild with: python3 csrc/build_artifact.py --archs {extension.archs_for(found)}",
         )
         return
     yield ok("driver", f"{driver} loads CUDA {cuda} code")

@@ -68,7 +68,8 @@ def _foreign_gpu() -> str | None:
     if any(extension.runs_on(arch, capability) for arch in built):
         return None
     found = f"{torch.cuda.get_device_name()} has capability {'.'.join(map(str, capability))}"
-    return f"{found}; the module is built for {' '.join(built)}"
+    remedy = f"csrc/build_artifact.py --archs {extension.archs_for([capability])} builds for it"
+    return f"{found}; the module is built for {' '.join(built)}; {remedy}"
 
 
 def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:

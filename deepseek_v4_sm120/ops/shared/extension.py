@@ -17,7 +17,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,7 @@ import deepseek_v4_sm120
 from deepseek_v4_sm120 import RECORD
 
 LIBRARY = "libdeepseek_v4_sm120.so"  # the kernels, for every Python's _C
+ARCHS = ("120f",)  # that a build has unless others are asked for; csrc/build_artifact.py says why
 _NAME = "deepseek_v4_sm120._C"
 _PACKAGE = Path(__file__).resolve().parents[2]
 _REMEDY = "copy the folder that the build made again, as a whole, or rebuild it with ./build_docker.sh"
@@ -223,6 +224,12 @@ def problem() -> str | None:
 def build_info() -> dict:
     """What the loaded module says of itself: version, git_commit, cuda_version, archs, python."""
     return load().build_info()
+
+
+def archs_for(capabilities: Iterable[tuple[int, int]]) -> str:
+    """What csrc/build_artifact.py --archs is told for these cards: SM120's code, and what else they need."""
+    others = [f"{major}{minor}a" for major, minor in capabilities if not any(runs_on(a, (major, minor)) for a in ARCHS)]
+    return ",".join((*ARCHS, *others))
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:

@@ -84,6 +84,8 @@ def hold_to_either(params: dict, calls, or_answer: bool) -> None:
     if not params.get(SCHEMA) or calls is None or calls[0] != TAG:
         return
     schema, tag = json.loads(params[SCHEMA]), calls[1].model_dump(by_alias=True)
+    if "format" not in tag:  # of a parser whose calls XGrammar does not know (--tool-call-parser of another model)
+        return
     if or_answer:
         if importlib.util.find_spec(JUDGE) is not None:
             importlib.import_module(JUDGE).validate_xgrammar_json_schema(schema)  # or an error, as the scheduler has it

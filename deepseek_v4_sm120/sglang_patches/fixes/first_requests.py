@@ -17,8 +17,9 @@ batches to each power of two. /health says 503 meanwhile, as during SGLang's. Wi
 that is a matter of seconds; the log says how long it took. What is refused is told and stops nothing. In the prefix
 cache stays that one prompt, until others need its room: a page is more than the others have.
 
-Not with data parallel attention, whose ranks would each need their own, nor where prefill and decode are apart. This
-runs in the process that answers over HTTP, in the thread of SGLang's warm-up.
+Not with data parallel attention, whose ranks would each need their own, nor where prefill and decode are apart, nor
+where several processes answer over HTTP, of which each has a warm-up. This runs in that process, in the thread of
+SGLang's warm-up, for which its loop waits when it ends.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import concurrent.futures
 import functools
 import importlib
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -43,6 +45,7 @@ ROWS = 16  # a kernel that is told how many rows there are has a form of its own
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)  # to each power of two, and between them where it is a multiple itself
 CHUNK = 8192  # where chunks have no bound
 LIMIT_S = 600.0  # as long as SGLang waits for its own
+BEAT_S, SILENT_S = 1.0, 5.0  # how often the loop is asked whether it runs, and how long for its answer
 SLOW_S = 1.0
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
 KINDS = {
@@ -103,22 +106,30 @@ def replace_warm_up(original: Callable) -> Callable:
 
 def _execute(execute: Callable, server_args):
     """SGLang's own first; what it answers: whether the server runs."""
-    runs = execute(server_args)
-    manager = importlib.import_module(HTTP_SERVER)._global_state.tokenizer_manager
-    read, _ = accessors(server_args)
-    if runs and _is_asked_here(manager, read):
-        is_up = manager.server_status
-        manager.server_status = type(is_up).Starting
+    if runs := execute(server_args):
         try:
-            _ask(manager, read)
-        finally:
-            manager.server_status = is_up
+            _ask_before_ready(server_args)
+        except Exception as error:  # of a release that nobody has read: the server is up, and "ready" is next
+            report.warn(f"deepseek_v4_sm120: {PATCH}: not asked: {type(error).__name__}: {error}")
     return runs
 
 
+def _ask_before_ready(server_args) -> None:
+    manager = importlib.import_module(HTTP_SERVER)._global_state.tokenizer_manager
+    read, _ = accessors(server_args)
+    if not _is_asked_here(manager, read):
+        return
+    is_up = manager.server_status
+    manager.server_status = type(is_up).Starting
+    try:
+        _ask(manager, read)
+    finally:
+        manager.server_status = is_up
+
+
 def _is_asked_here(manager, read: Callable) -> bool:
-    """Several processes that answer over HTTP each have a thread like this one, and one of them a first request."""
     is_plain = read("dp_size", 1) == read("attn_dp_size", 1) == 1 and read("disaggregation_mode", "null") == "null"
+    is_plain = is_plain and read("tokenizer_worker_num", 1) == 1
     return is_plain and manager.is_generation and manager.event_loop is not None
 
 
@@ -132,8 +143,7 @@ def _ask(manager, read: Callable) -> None:
     # said first: should one of them end the server, this is the last line of its log that tells which
     report.info(f"deepseek_v4_sm120: first requests of each kind are asked (DSV4_SM120_SET={PATCH}=off: not)")
     asked = asyncio.run_coroutine_threadsafe(_answer_all(manager, found, took), manager.event_loop)
-    done, _ = concurrent.futures.wait([asked], LIMIT_S)
-    why = asked.exception() if done else f"given up after {LIMIT_S:.0f} s"
+    why = _until_answered(asked, manager.event_loop)
     asked.cancel()
     slow = [f"{name} {seconds:.1f} s" for name, seconds in took.items() if seconds >= SLOW_S]
     text = f"first requests of {len(took)} kinds answered in {time.monotonic() - began:.1f} s"
@@ -143,6 +153,19 @@ def _ask(manager, read: Callable) -> None:
     if why is not None:
         report.warn(f"deepseek_v4_sm120: {PATCH}: behind {next(reversed(took), 'none')}: {why!s}")
     report.write()
+
+
+def _until_answered(asked: concurrent.futures.Future, loop):
+    """Waits; None, or why not all were answered. A loop that ends waits for this thread, and answers nothing then."""
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        beat = threading.Event()
+        loop.call_soon_threadsafe(beat.set)
+        if concurrent.futures.wait([asked], BEAT_S).done:
+            return asked.exception()
+        if not beat.wait(SILENT_S):
+            return "given up: the loop that answers over HTTP stands still, as where the server ends"
+    return f"given up after {LIMIT_S:.0f} s"
 
 
 async def _answer_all(manager, found, took: dict[str, float]) -> None:

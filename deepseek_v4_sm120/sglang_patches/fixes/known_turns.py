@@ -28,7 +28,7 @@ from deepseek_v4_sm120.sglang_patches.scope import ENCODING, answers_for_ours, i
 
 MARKS = ("<｜User｜>", "<｜Assistant｜>")  # of which a prompt of several turns has one at least for each
 _MARK = re.compile("<｜(?:User|Assistant)｜>")
-KEPT_BYTES = 64 << 20  # of texts and tokens: some 8 million tokens of English
+KEPT_BYTES = 64 << 20  # of texts and tokens: some 4 million tokens of English
 KNOWN = "_dsv4_sm120_known_turns"
 ASKED = ("", "a", " a", "a  ", "\n", " \n\na", "é日")  # in front of a mark and behind it
 
@@ -59,6 +59,8 @@ def replace_init(original: Callable) -> Callable:
         original(self, chat_encoding_spec, tokenizer)
         if chat_encoding_spec == ENCODING:
             self._encoding = KnownConversations(self._encoding, tokenizer)
+            if is_our_encoding(chat_encoding_spec):  # a second's work, before the server answers
+                self._encoding.plain = without_added(tokenizer)
 
     return __init__
 
