@@ -50,8 +50,8 @@ from deepseek_v4_sm120.ops.shared.extension import ARCHS, LIBRARY  # noqa: E402
 
 # ARCHS: 120f, for RTX PRO 6000 and RTX 50 (12.0) and GB10 (12.1). Cubins only, no PTX: what is made for an architecture
 # has no forward compatibility to offer. Of some kernels nvcc 13.0 makes other code for 120a than for its family: these
-# are compiled for each. All others of 120a's are 120f's to the byte. H100 and H200, where the kernels are validated, serve
-# nobody by us: 90a is built where it is asked for, as by `tests/run.py --gpu` on one.
+# are compiled for each, all others of 120a's are 120f's to the byte. H100 and H200, where the kernels are validated,
+# serve nobody by us: 90a is built where it is asked for, as by `tests/run.py --gpu` on one.
 EACH = ("sparse_decode/prefill", "sparse_decode/pairs", "fp8_linear/many", "mxfp4_moe/sorted", "mxfp4_moe/scaled")
 OF_EACH = {f"{name}.cu": {"120f": ("120a", "121a")} for name in EACH}
 PTX = "*.ptx"  # beside each object, for tests/emulator

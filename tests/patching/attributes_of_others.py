@@ -90,7 +90,7 @@ OURS = {
     **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
-    "first_requests": {"asked", "called", "given"},
+    "first_requests": {"asked", "beat", "called", "given", "loop"},
     "known_turns": {"_MARK", "found", "rendered", "super()", "tokenizer", "type(tokenizer)", "vars(self)"},
     **{"calls_or_answers": {"calls[1]"}, "own_names": {"content", "formats", "node", "type(made)"}},  # XGrammar's
     "long_calls": {"START", "TEXT", "start", "whole"},

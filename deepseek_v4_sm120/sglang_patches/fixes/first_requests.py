@@ -161,7 +161,8 @@ def _until_answered(asked: concurrent.futures.Future, loop):
     while time.monotonic() < until:
         beat = threading.Event()
         loop.call_soon_threadsafe(beat.set)
-        if concurrent.futures.wait([asked], BEAT_S).done:
+        done, _ = concurrent.futures.wait([asked], BEAT_S)
+        if done:
             return asked.exception()
         if not beat.wait(SILENT_S):
             return "given up: the loop that answers over HTTP stands still, as where the server ends"
