@@ -132,7 +132,7 @@ def test_a_checkpoint_without_its_drafter_is_planned_without_speculation(tmp_pat
     for more in (["--spec", "mtp"], ["--block", "1"]):
         with pytest.raises(CommandError, match=f"nothing to draft with: .*{words}"):
             launch.make(plan_request(*asked, *more))
-    command = ["--speculative-algorithm", "EAGLE"]
+    command = ["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"]
     with pytest.raises(CommandError, match=f"nothing to draft with: .*{words}"):
         serve.unsafe(plan, command, {})
     assert serve.unsafe(plan, [*command, "--speculative-draft-model-path", "/another"], {}) == []

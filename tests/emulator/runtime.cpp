@@ -137,6 +137,7 @@ cudaError_t CUDARTAPI cudaGetDevice(int* device) { return *device = current_card
 cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: return *value = machine.choices().multiprocessors, cudaSuccess;
+    case cudaDevAttrMpsEnabled: return *value = 0, cudaSuccess;  // one process has the card
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return *value = kSharedOfMultiprocessor, cudaSuccess;
     default: return cudaErrorNotSupported;
   }

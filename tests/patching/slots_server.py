@@ -158,8 +158,10 @@ class Everything:
         """The rows of ours that are about slots, in this process."""
         from packaging.specifiers import SpecifierSet
 
+        from deepseek_v4_sm120.sglang_patches import scope
         from deepseek_v4_sm120.sglang_patches.rows import scheduler as rows
 
+        scope.is_ours = lambda: True  # where a fix asks by another of its functions
         chunks = rows.WAITING_CHUNKS, rows.MIXED_CHUNKS, rows.PREEMPTED_REQUESTS, rows.SHORT_PROMPTS  # as in the table
         for row in (rows.CACHED_BEGINNING, rows.STRIPPED_THOUGHTS, *chunks, rows.WAITING_PROMPTS):
             for target in (t for t in row.targets if self.version in SpecifierSet(t.sglang)):

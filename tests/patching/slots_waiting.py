@@ -75,9 +75,10 @@ def alone(version):
 
 def with_ours(version):
     """-> the same with ours, and random load in which chunks were shorter for others and prompts were not looked up"""
+    from deepseek_v4_sm120.sglang_patches import models_served
     from deepseek_v4_sm120.sglang_patches.fixes import short_prompts, waiting_prompts
 
-    short_prompts.models_served.has_several_hosts = lambda: False
+    models_served.has_several_hosts = lambda: False
     seen, kept = Counter(), short_prompts._kept_for_others
 
     def counted(adder, chunked):
