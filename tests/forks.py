@@ -25,6 +25,13 @@ from _pytest.reports import TestReport
 SIZE = 4  # bytes of a number in a pipe
 
 
+def renew_thread_pool() -> None:
+    """torch's, of a fork: the first thread that asks makes it anew, and of two at once the other one finds none
+    ("Invalid thread pool!", once in a run of 17,000 tests)."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(torch.get_num_threads())
+
+
 def pytest_addoption(parser):
     parser.addoption("--forks", type=int, default=0, help="processes that run the tests; 0: this one does")
 
@@ -120,6 +127,7 @@ class Forks:
         code = 3
         try:
             self._prepare(number)
+            renew_thread_pool()
             tests = take()
             while tests:
                 following = []

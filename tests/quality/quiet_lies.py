@@ -125,7 +125,7 @@ def no_drafts_in_company(handler, content):
 
 def others_are_wrong(handler, content):
     """Of those that run at once, the streamed ones."""
-    return of_generate(other_token)(handler, content) if handler.streaming and handler.engine.active > 4 else content
+    return of_generate(other_token)(handler, content) if handler.streaming and handler.engine.active > 2 else content
 
 
 def streams_cut(handler, content):
