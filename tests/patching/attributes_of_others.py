@@ -91,7 +91,7 @@ OURS = {
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
     "first_requests": {"asked", "beat", "called", "given", "loop"},
-    "known_turns": {"_MARK", "found", "rendered", "super()", "tokenizer", "type(tokenizer)", "vars(self)"},
+    "known_turns": {"_MARK", "found", "rendered", "super()", "tokenizer", "type(tokenizer)"},
     **{"calls_or_answers": {"calls[1]"}, "own_names": {"content", "formats", "node", "type(made)"}},  # XGrammar's
     "long_calls": {"START", "TEXT", "start", "whole"},
     "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},

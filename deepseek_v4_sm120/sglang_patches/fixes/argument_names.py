@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.instead import Instead
 
 BLANK, INSTEAD = " ", "\U000f8f0b"  # instead: of a private plane, which nobody writes
 MARK, NAME, END = "｜DSML｜", 'parameter name="', '"'
@@ -71,17 +72,7 @@ def replace_init(original: Callable) -> Callable:
     return __init__
 
 
-class Over:
-    """What is its own, and all else of what it stands before."""
-
-    def __init__(self, behind, **own):
-        vars(self).update(own, behind=behind)
-
-    def __getattr__(self, name):
-        return getattr(self.behind, name)
-
-
-def _handed_over(recipe, names: Names) -> Over:
+def _handed_over(recipe, names: Names) -> Instead:
     """Recipe, with chunks of tokens whose names have no blank."""
     chunk = recipe.InferenceChunk
 
@@ -89,7 +80,7 @@ def _handed_over(recipe, names: Names) -> Over:
         as_they_are = more or named  # log-probabilities are told of the tokens one by one
         return chunk.tokens(token_ids if as_they_are else names.without_blanks(token_ids), *more, **named)
 
-    return Over(recipe, InferenceChunk=Over(chunk, tokens=tokens))
+    return Instead(recipe, InferenceChunk=Instead(chunk, tokens=tokens))
 
 
 def replace_deltas(original: Callable) -> Callable:

@@ -24,6 +24,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable
 
+from deepseek_v4_sm120.sglang_patches.instead import Instead
 from deepseek_v4_sm120.sglang_patches.scope import ENCODING, answers_for_ours, is_our_encoding
 
 MARKS = ("<｜User｜>", "<｜Assistant｜>")  # of which a prompt of several turns has one at least for each
@@ -63,16 +64,6 @@ def replace_init(original: Callable) -> Callable:
                 self._encoding.plain = without_added(tokenizer)
 
     return __init__
-
-
-class Instead:
-    """An object of SGLang's, some of whose attributes are others."""
-
-    def __init__(self, original, **others):
-        vars(self).update(others, _original=original)
-
-    def __getattr__(self, name):
-        return getattr(self._original, name)
 
 
 class Pieces:
