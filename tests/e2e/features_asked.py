@@ -45,6 +45,7 @@ RADIX, CHUNKS = ("--radix",), ("--chunk", "512")
 HOST = (*RADIX, *flags(enable_hierarchical_cache=True, hicache_ratio=4.0))
 DISKS = (*HOST, *flags(hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete"))
 TWO = flags(tp_size=2, enforce_disable_flashinfer_allreduce_fusion=True)
+STAGES = flags(pp_size=2)
 DATA_PARALLEL = (*TWO, *flags(dp_size=2, enable_dp_attention=True))
 GRAMMAR = flags(grammar_backend="xgrammar", skip_tokenizer_init=False)
 RECOMMENDED = (*RADIX, *CHUNKS, *EAGLE)  # README's, with its speculation
@@ -178,6 +179,8 @@ ENGINES = {  # what matters most first: the limit cuts the last
     ),
     "two": Engine(TWO, steps=("round", *ALONE), cards=2),
     "expert_parallel": Engine((*TWO, *flags(ep_size=2)), steps=("round", *ALONE), cards=2),
+    "stages": Engine(STAGES, steps=(*ROUND, *ALONE, *LONG), cards=2),
+    "stages_in_chunks": Engine((*RADIX, *CHUNKS, *STAGES), steps=(*ROUND, *ALONE), cards=2),
     "two_batches": Engine((*DATA_PARALLEL, *flags(enable_two_batch_overlap=True)), steps=("round", *ALONE), cards=2),
     "eagle_retracted": Engine(
         (*EAGLE, *RADIX, *flags(schedule_conservativeness=0.05)), phases=FREE, steps=FULL, tokens=5632, config=NO_END
@@ -241,7 +244,7 @@ ENGINES = {  # what matters most first: the limit cuts the last
 ENGINES["disaggregated_eagle"] = replace(ENGINES["disaggregated"], options=(*DECODES, *EAGLE), phases=FREE)
 ENGINES["disaggregated_stock"] = replace(ENGINES["disaggregated"], steps=TWICE, settings="", is_stock=True)
 STOCK = ("multiplexed", "compiled", "two_batches", "prefill_graphs", "hicache", "hicache_disk", "data_parallel")
-STOCK += ("data_parallel_eagle", "expert_parallel", "mixed", "weights", "lora")
+STOCK += ("data_parallel_eagle", "expert_parallel", "stages", "mixed", "weights", "lora")
 STOCK += ("offloaded", "presharded", "held", "disaggregated_eagle")
 ENGINES |= {
     name: replace(engine, environment=UNCOMPILED, limit_s=FOLDERS_S) for name, engine in ENGINES.items() if engine.loads
@@ -335,6 +338,11 @@ FEATURES = (
         counts=("verified",), as_asked=("enable_dp_attention",),
     ),
     Feature("EP 2, each prompt alone and all at once", "expert_parallel", "expert_parallel", as_asked=("ep_size",)),
+    Feature("PP 2", "stages", as_asked=("pp_size",)),
+    Feature(
+        "PP 2 + prefix cache + chunks of 512", "stages_in_chunks", counts=("cached",),
+        as_asked=("pp_size", "chunked_prefill_size"),
+    ),
     Feature(
         "--enable-two-batch-overlap (with DP attention)", "two_batches", "two_batches",
         as_asked=("enable_two_batch_overlap",),

@@ -28,6 +28,7 @@ INTERVALS = {
     ),
     "no_interval43_prompts": (f"no {INTERVAL_ARGUMENT}", 0, {}),
 }
+IN_STAGES = "_stages"  # the same with --pp-size 2
 FLAG, SETTING, PLANNED = "cuda_graph_backend_prefill", "prefill_graphs=2048", "prefill_graphs=on"
 SAMES = [
     ("prefill graphs against none", "same_graphs", "same_no_graphs"),
@@ -48,7 +49,11 @@ IMPLEMENTATIONS = {
     },
     "ops43_prompts_eagle": f"ours, every operator on, {WITH_EAGLE}",
     "planned43_prompts_eagle": f"ours, every operator on, {WITH_EAGLE}, prefill graphs as planned",
-    **{name: f"ours, every operator on, {words}" for name, (words, *_) in INTERVALS.items()},
+    **{
+        f"{name}{suffix}": f"ours, every operator on, {words}{cards}"
+        for suffix, cards in (("", ""), (IN_STAGES, ", pp_size 2"))
+        for name, (words, *_) in INTERVALS.items()
+    },
     **{
         f"same_{cards}{kind}": f"ours, reproducible, {words}{on}"
         for cards, on in (("", ""), ("tp2_", ", two cards"))
@@ -82,6 +87,18 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
         environment = ours | {variable: PLANNED}
         return [make(f"planned43_prompts{suffix}", options, environment=environment, takes_turns=takes_turns)]
 
+    def in_intervals(suffix, more):
+        options = [*timed, "--shapes", *INTERVAL_SHAPES, *more]
+        return [
+            make(
+                f"{name}{suffix}",
+                options + sets(**{INTERVAL_ARGUMENT: interval}),
+                environment=ours | setting,
+                takes_turns=True,
+            )
+            for name, (_, interval, setting) in INTERVALS.items()
+        ]
+
     captured = ours | {variable: f"{reproducible[variable]},{SETTING}"}
 
     def pair(cards, options):
@@ -108,15 +125,8 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
             make("ops43_prompts_eagle", [*timed, *step, *eagle], environment=ours, takes_turns=True),
             *planned("_eagle", [*timed, *step, *eagle], takes_turns=True),
         ],
-        "prompts_interval": [
-            make(
-                name,
-                [*timed, "--shapes", *INTERVAL_SHAPES, *sets(**{INTERVAL_ARGUMENT: interval})],
-                environment=ours | setting,
-                takes_turns=True,
-            )
-            for name, (_, interval, setting) in INTERVALS.items()
-        ],
+        "prompts_interval": in_intervals("", []),
+        "prompts_interval_stages": in_intervals(IN_STAGES, sets(pp_size=2)),
         "prompts_same": [*pair("", same), in_chunks],
         "prompts_same2": pair("tp2_", sums(2, *same)),
     }
