@@ -10,8 +10,9 @@ What agrees is shown; what does not needs cards of its own. The service caps how
 does not part them, so ranks have the same ones. A kernel that begins only as a whole (our boundary of many rows, a
 cooperative launch) then waits for a place that the sums of a rank ahead hold, and those for it. On an H200, four ranks,
 engines stood still three times; that boundary with sums of 725 rows alone had not one round in 8 s, with the two
-launches that it is here (the plugin) 16,200 in 5; with them both engines of all 43 layers answered all. Eight
-ranks on a card have no memory for the probe's processes; on two cards they were stopped in their capture, before this.
+launches that `mhc` takes where processes share a card 16,200 in 5; with them both engines of all 43 layers answered
+all. Eight ranks have no sums of ours, on one card nor on two: the driver has no memory for the probe's processes beside
+them, with 116 GB of the card's free, so such an engine's bits say nothing.
 
 How many multiprocessors a rank has matters to others, too: with 46 of an H200 (36%) torch.mm and torch.bmm of 257 rows
 and more, alone in their process, had wrong numbers and NaN in nearly every call (torch 2.11, cuBLAS of CUDA 13.0), with

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.ops import mhc
 from tests.e2e.collect import shared_cards
 from tests.e2e.test_scripts import machine, rows_of, script  # noqa: F401
 from tests.patching.wheels import content, every_release, fetch
@@ -112,14 +110,6 @@ def test_the_card_of_a_rank(plugin, monkeypatch):
             with plugin.shared(theirs, rank) as card:
                 found.append(card - 10)
         assert found == cards
-
-
-def test_a_boundary_there_is_of_kernels_that_begin_block_by_block(plugin):
-    for kernels, taken in (("fused", "fused"), ("split", "split"), ("many", "split")):
-        asked = []
-        choice = plugin.without_whole_grids(lambda *sizes, k=kernels, a=asked: a.append(sizes) or k)
-        assert choice(725, 4096, True, 32, 0) == taken and asked == [(725, 4096, True, 32, 0)]
-    assert len(inspect.signature(mhc._kernels_of).parameters) == 5 and "many" in mhc.KERNELS
 
 
 @every_release("0.5.14")

@@ -144,6 +144,7 @@ def test_the_made_tokenizer_has_what_a_chat_is_made_of(tmp_path):
     made = json.loads((tmp_path / "tokenizer.json").read_text())
     vocabulary, added = made["model"]["vocab"], {one["content"]: one["id"] for one in made["added_tokens"]}
     assert sorted(vocabulary.values()) == list(range(2048)) and vocabulary["w7"] == 7
+    assert set('{"n":10}') < set(vocabulary)  # an answer by a schema
     frame = {"<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"}
     assert frame <= set(added)
     assert all(vocabulary[text] == number for text, number in added.items())

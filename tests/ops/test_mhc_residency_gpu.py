@@ -52,10 +52,12 @@ def test_a_card_that_processes_share_has_kernels_that_begin_block_by_block():
         service = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipes", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for path in service.values():
             Path(path).mkdir()
-        options = {"env": os.environ | service, "timeout": 60, "check": True}
+        # the service has all cards: a client's CUDA_VISIBLE_DEVICES counts those that the service sees
+        others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        options = {"env": others | service, "timeout": 60, "check": True}
         subprocess.run([control, "-d"], **options)
         try:
-            done = run("shared-card", env=options["env"])
+            done = run("shared-card", env=os.environ | service)
         finally:
             subprocess.run([control], input=b"quit\n", **options)
     assert (done.returncode, done.stdout.strip()) == (0, "right"), done.stderr[-2000:]

@@ -159,7 +159,9 @@ def test_a_warm_up_of_the_callers_own_runs_in_place_of_sglangs(start, served_car
 def test_what_is_refused_is_told_and_stops_nothing(start, served_card, told):
     manager, events = start("0.5.23", changes={"refused": ("json_schema",)})
     assert events[-1] == READY and manager.server_status is Status.Up
-    assert sum("not answered: no grammar here" in text for kind, text in told if kind == "warn") == 2  # alone, at once
+    assert sum("not answered: no grammar here" in text for kind, text in told if kind == "warn") == 1
+    assert [len(one["input_ids"]) for one in manager.asked if "json_schema" in one["sampling_params"]] == [5]  # alone
+    assert sum(one["sampling_params"]["temperature"] > 0 for one in manager.asked) == 2 + 4  # others' at once, as ever
     manager, _ = start("0.5.23", grammar_backend="none")
     assert all("json_schema" not in one["sampling_params"] for one in manager.asked)
 

@@ -14,7 +14,9 @@ others' streams run, and every card's scheduler, and so every stream, waits for 
 Here, behind SGLang's own warm-up and before its log says "ready", the server answers a few short requests of each kind:
 a prompt of a chunk and one row, more of it from the cache, two that sample, one with a schema, these at once, and
 batches to each power of two. /health says 503 meanwhile, as during SGLang's. With what was compiled at an earlier start
-that is a matter of seconds; the log says how long it took. What is refused is told and stops nothing. In the prefix
+that is a matter of seconds; the log says how long it took. What is refused is told and stops nothing, and is not asked
+beside others: where a schema left no token, and the draw of a batch has its row, the card's assertion ends the server
+(seen with a vocabulary that cannot spell it). In the prefix
 cache stays that one prompt, until others need its room: a page is more than the others have.
 
 Not with data parallel attention, whose ranks would each need their own, nor where prefill and decode are apart, nor
@@ -31,7 +33,7 @@ import importlib
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import models_served
@@ -66,11 +68,14 @@ def body(number: int, length: int, tokens: int = TOKENS, **params) -> dict:
     return {"input_ids": prompt(number, length), "sampling_params": given, "log_metrics": False}
 
 
-def rounds(chunk: int, longest: int, slots: int, has_grammars: bool) -> Iterator[tuple[str, list[dict]]]:
+def rounds(
+    chunk: int, longest: int, slots: int, has_grammars: bool, refused: Container[str] = ()
+) -> Iterator[tuple[str, list[dict]]]:
     """(what it is, requests that are asked at once), one round behind the other.
 
     longest   tokens that a request may have
     slots     requests that run at once, at most
+    refused   rounds that were not answered whole, as far as they were asked: such a kind is not asked beside others
     """
     kinds = {name: params for name, params in KINDS.items() if has_grammars or "json_schema" not in params}
     of_chunk = min(chunk + 1, longest - PAGE)
@@ -80,7 +85,7 @@ def rounds(chunk: int, longest: int, slots: int, has_grammars: bool) -> Iterator
     numbers = iter(range(1, 1000))
     for kind, params in kinds.items():
         yield kind, [body(next(numbers), 5, **params)]
-    at_once = [{}, *kinds.values()] * 2
+    at_once = [{}, *(params for kind, params in kinds.items() if kind not in refused)] * 2
     yield "all at once", [body(next(numbers), 5 + extra, LONG_TOKENS, **one) for extra, one in enumerate(at_once)]
     for batch in BATCHES:
         if batch < 2 * slots:  # the first request is read alone, the others as one batch; then all run
@@ -138,11 +143,11 @@ def _ask(manager, read: Callable) -> None:
     chunk, slots = read("chunked_prefill_size", None) or 0, read("max_running_requests", None)
     longest = min(n for n in (manager.context_len, manager.max_req_input_len) if n)
     has_grammars = manager.tokenizer is not None and read("grammar_backend", None) != "none"
-    found = rounds(chunk if chunk > 0 else CHUNK, longest, slots or BATCHES[-1], has_grammars)
-    took, began = {}, time.monotonic()
+    took, refused, began = {}, set(), time.monotonic()
+    found = rounds(chunk if chunk > 0 else CHUNK, longest, slots or BATCHES[-1], has_grammars, refused)
     # said first: should one of them end the server, this is the last line of its log that tells which
     report.info(f"deepseek_v4_sm120: first requests of each kind are asked (DSV4_SM120_SET={PATCH}=off: not)")
-    asked = asyncio.run_coroutine_threadsafe(_answer_all(manager, found, took), manager.event_loop)
+    asked = asyncio.run_coroutine_threadsafe(_answer_all(manager, found, took, refused), manager.event_loop)
     why = _until_answered(asked, manager.event_loop)
     asked.cancel()
     slow = [f"{name} {seconds:.1f} s" for name, seconds in took.items() if seconds >= SLOW_S]
@@ -169,7 +174,7 @@ def _until_answered(asked: concurrent.futures.Future, loop):
     return f"given up after {LIMIT_S:.0f} s"
 
 
-async def _answer_all(manager, found, took: dict[str, float]) -> None:
+async def _answer_all(manager, found, took: dict[str, float], refused: set[str]) -> None:
     make = importlib.import_module(REQUESTS).GenerateReqInput
     for name, bodies in found:
         if manager.gracefully_exit:
@@ -178,6 +183,7 @@ async def _answer_all(manager, found, took: dict[str, float]) -> None:
         errors = await asyncio.gather(*(_answer(manager, make(**one)) for one in bodies), return_exceptions=True)
         took[name] = time.monotonic() - began
         for error in {str(error) or type(error).__name__ for error in errors if error is not None}:
+            refused.add(name)
             report.warn(f"deepseek_v4_sm120: {PATCH}: {name}: not answered: {error}")
 
 

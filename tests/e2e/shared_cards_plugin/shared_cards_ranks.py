@@ -3,15 +3,9 @@
 E2E_RANKS_A_CARD: how many. SGLang gives each rank a card of its own and asks `maybe_reindex_device_id`, in the process
 that starts the ranks, which one that is; `--gpu-id-step 0`, which would say the same of one card, is refused. SGLang's
 own sums, which want a card for each rank, are NCCL's, as they are of more than two cards without NVLink.
-
-Our boundary of many rows is two launches, which have the bits of the one that it is on a card of one's own: that one
-begins when all its blocks have a place, and the service lets ranks have the same multiprocessors, where the sums of a
-rank that is ahead wait for this one.
 """
 
 import contextlib
-import functools
-import importlib.util
 import os
 
 VARIABLE = "E2E_RANKS_A_CARD"
@@ -33,23 +27,9 @@ def cannot(_original, *_, **__):
     return None
 
 
-def without_whole_grids(kernels_of):
-    """ops.mhc's choice of kernels, of those that begin block by block."""
-
-    @functools.wraps(kernels_of)
-    def choice(*sizes):
-        return "split" if (found := kernels_of(*sizes)) == "many" else found
-
-    return choice
-
-
 def register():
     if VARIABLE not in os.environ:
         return
-    if importlib.util.find_spec("deepseek_v4_sm120"):  # an engine of stock's has none
-        from deepseek_v4_sm120.ops import mhc
-
-        mhc._kernels_of = without_whole_grids(mhc._kernels_of)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for module in STARTERS:
