@@ -28,6 +28,7 @@ INTERVALS = {
     ),
     "no_interval43_prompts": (f"no {INTERVAL_ARGUMENT}", 0, {}),
 }
+CARDS_SHAPES = ("1x1024", "1x8192", "1x32000", "8x1024", "32x1024")
 IN_STAGES = "_stages"  # the same with --pp-size 2
 FLAG, SETTING, PLANNED = "cuda_graph_backend_prefill", "prefill_graphs=2048", "prefill_graphs=on"
 SAMES = [
@@ -45,6 +46,14 @@ IMPLEMENTATIONS = {
             ("ops", "ours, every operator on"),
             ("graphs", "ours, every operator on, prefill graphs"),
             ("planned", "ours, every operator on, prefill graphs as planned"),
+        )
+    },
+    **{
+        f"{name}_cards2": f"ours, every operator on, {words}, no peers"
+        for name, words in (
+            ("tensors43", "two cards"),
+            ("layers43", "pp_size 2"),
+            ("layers43_4096", "pp_size 2, chunks of 4,096"),
         )
     },
     "ops43_prompts_eagle": f"ours, every operator on, {WITH_EAGLE}",
@@ -70,8 +79,9 @@ def graph_options(sets):
     return sets(**{FLAG: "breakable", "cuda_graph_bs_prefill": TIMED_ROWS})
 
 
-def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
-    """timed, same: options of the two kinds of engines; sums(cards, *options): of several cards; eagle: EAGLE's."""
+def stages(make, timed, same, sets, sums, eagle, ours, reproducible, no_peers):
+    """timed, same: options of the two kinds of engines; sums(cards, *options): of several cards; eagle: EAGLE's;
+    no_peers: the environment of cards that do not see each other's memory, of NCCL and of our sums."""
 
     graphs = graph_options(sets)
     (variable,) = reproducible
@@ -127,6 +137,20 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
         ],
         "prompts_interval": in_intervals("", []),
         "prompts_interval_stages": in_intervals(IN_STAGES, sets(pp_size=2)),
+        # two cards without peers, by their tensors and by their layers: a prompt's time, and a step's
+        "cards2_43": [
+            make(
+                f"{name}_cards2",
+                [*options, "--shapes", *CARDS_SHAPES, *step, "--bs", "1", "8", "32", *more],
+                environment=ours | no_peers,
+                takes_turns=True,
+            )
+            for name, options, more in (
+                ("tensors43", sums(2, *timed), []),
+                ("layers43", timed + sets(pp_size=2), []),
+                ("layers43_4096", timed + sets(pp_size=2), ["--chunk", "4096"]),
+            )
+        ],
         "prompts_same": [*pair("", same), in_chunks],
         "prompts_same2": pair("tp2_", sums(2, *same)),
     }

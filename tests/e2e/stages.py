@@ -430,7 +430,15 @@ STAGES = {
         NO_PEERS,
     ),
     **prompts_stage.stages(
-        Case, SIDE_BY_SIDE, chunks(8192, radix=False), sets, sums, eagle(3), EVERY_CALL, REPRODUCIBLE
+        Case,
+        SIDE_BY_SIDE,
+        chunks(8192, radix=False),
+        sets,
+        sums,
+        eagle(3),
+        EVERY_CALL,
+        REPRODUCIBLE,
+        NO_PEERS | HOST_SUMS,
     ),
 }
 # With dummy weights a patched engine fills wo_a as E4M3 and scales, an unpatched one as bf16: what is compared with an
