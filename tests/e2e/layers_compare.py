@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """What an engine was seen to compute, beside the model in float64: `layers` (commands/layers) of all rows, in numbers.
 
-usage: layers_compare.py MODEL RECORDS OUT.json
+usage: layers_compare.py MODEL RECORDS OUT.json SHARE
+
+SHARE: of the card's memory that torch may hold here. Without, what it keeps for later grows until the card is full, and
+others beside it have none (seen: 93 GiB).
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from deepseek_v4_sm120.commands.layers.judge import Judge  # noqa: E402
 def main():
     folder, records, out = map(Path, sys.argv[1:4])
     (told,) = records.glob(f"*/{record.SENT}")
-    checkpoint = Checkpoint(folder)
-    judge = Judge(checkpoint.config, checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
+    checkpoint, device = Checkpoint(folder), "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(float(sys.argv[4]))
+    judge = Judge(checkpoint.config, checkpoint, device)
     sent, passes = record.Sent.of(json.loads(told.read_text())["requests"]), 0
     with torch.inference_mode():
         for one in record.read(told.parent):

@@ -95,6 +95,7 @@ def run_case(name: str, number: int, arguments, deadline: float) -> dict:
     found = arguments.work / f"{name}.json"
     found.unlink(missing_ok=True)
     compare = [sys.executable, str(HERE / "layers_compare.py"), str(arguments.models / MODEL), str(records), str(found)]
+    compare.append(f"{0.9 / arguments.jobs:.2f}")
     compared = run(compare, log, dict(os.environ), deadline) if code == 0 else None
     print(f"== {name}: exit {code}, compared {compared}, {time.monotonic() - started:.0f} s", flush=True)
     if code or compared:
