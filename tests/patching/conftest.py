@@ -12,7 +12,7 @@ from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import import_hook, report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from tests.patching import wheels
-from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, SAMPLER
+from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, LOGPROBS, SAMPLER
 from tests.patching.small_host import HOST
 from tests.patching.started import Python, loaded, places, resolving, run  # noqa: F401  fixtures
 
@@ -438,6 +438,7 @@ TREE_0_5_17 = {
     "sglang/srt/models/deepseek_v4_dspark.py": DSPARK_MODEL,
     "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
     "sglang/srt/layers/sampler.py": SAMPLER,
+    "sglang/srt/layers/logprob_processor.py": LOGPROBS,
     "sglang/srt/managers/schedule_batch.py": SCHEDULE_BATCH,
     "sglang/srt/managers/scheduler_components/batch_result_processor.py": RESULTS,
     "sglang/srt/sampling/penaltylib/orchestrator.py": PENALTY_LIBRARY,

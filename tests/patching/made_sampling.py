@@ -19,3 +19,9 @@ DRAFT_GRAPHS = "class EAGLEDraftCudaGraphRunner:\n    def execute(self, forward_
 DRAFT_EXTEND_GRAPHS = (
     "class EAGLEDraftExtendCudaGraphRunner:\n    def execute(self, forward_batch):\n        return forward_batch\n"
 )
+LOGPROBS = """
+def get_token_ids_logprobs_raw(
+    logprobs, token_ids_logprobs_list, stage, extend_logprob_pruned_lens_cpu=None, no_copy_to_cpu=False
+):
+    return [], []
+"""

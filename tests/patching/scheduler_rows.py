@@ -34,6 +34,8 @@ def expected(version: str) -> dict[str, str]:
         found["prompts_alone"] = rows.SCHEDULER
     if since(version, "0.5.20"):
         found["short_prompts"] = rows.ADDER
+    if not since(version, "0.5.21"):
+        found["asked_tokens"] = sampling.ASKED_TOKENS.targets[since(version, "0.5.16")].where
     if version == "0.5.18":
         found["freed_windows"] = rows.FREED_WINDOWS.targets[0].where
     if not since(version, "0.5.23"):

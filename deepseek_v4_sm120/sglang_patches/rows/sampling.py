@@ -18,6 +18,7 @@ EAGLE = "sglang.srt.speculative.eagle_utils"
 EAGLE_SAMPLE = f"{EAGLE}:eagle_sample"
 PENALTY_LIBRARY = "sglang.srt.sampling.penaltylib.orchestrator"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
+OF_TOKENS = Parameters(("logprobs", "token_ids_logprobs_list", "stage"), further="any")
 OF_RESULT = ("req", "i", "logits_output", "extend_input_len_per_req", "extend_logprob_start_len_per_req")
 
 DRAFT_EXTEND = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute"
@@ -29,6 +30,7 @@ _sampling, _argmax = map(targets_of, ("sampling", "greedy_argmax"))
 _min_p_verify = targets_of_fix("min_p_verify")
 _penalties, _prompt_logprobs = targets_of_fix("penalties"), targets_of_fix("prompt_logprobs")
 _seeded_draws, _min_tokens = targets_of_fix("seeded_draws"), targets_of_fix("min_tokens")
+_asked_tokens = targets_of_fix("asked_tokens")
 _certain_tokens, CHAIN = targets_of_fix("certain_tokens"), "reject_sampling:chain_speculative_sampling_triton"
 CUMULATE = "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens"
 VERIFIED_BLOCKS = Parameters(("self", "*", "batch"), further="keyword-only")
@@ -207,6 +209,20 @@ PROMPT_LOGPROBS = Patch(
     only_read=True,
     absent="0.5.12 and 0.5.13 were not looked at",
     retire="when SGLang counts those that it passes over",
+)
+
+ASKED_TOKENS = Patch(
+    name="asked_tokens",
+    why="a request with token_ids_logprob ends the server as soon as another one is answered in the same step: who has "
+    "none has an empty list, which is asked for tolist like the others' tensors (sglang #34719, open)",
+    targets=(
+        _asked_tokens("sglang.srt.layers.utils.logprob:get_token_ids_logprobs_raw", "raw", OF_TOKENS, "<0.5.16"),
+        _asked_tokens(
+            "sglang.srt.layers.logprob_processor:get_token_ids_logprobs_raw", "raw", OF_TOKENS, ">=0.5.16,<0.5.21"
+        ),
+    ),
+    absent="from 0.5.21 on all are tensors",
+    retire="with SGLang 0.5.20",
 )
 
 SEEDED_DRAWS = Patch(
