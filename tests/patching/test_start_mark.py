@@ -80,8 +80,10 @@ def test_one_that_opened_it_before_it_went_reads_nothing(place):
 
 
 def test_other_arguments_have_a_mark_of_their_own(place, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--mem-fraction-static", "0.9"])
-    assert start_mark.path(NAME) != place
+    with monkeypatch.context() as changed:
+        changed.setattr(sys, "argv", [*sys.argv, "--mem-fraction-static", "0.9"])
+        assert start_mark.path(NAME) != place
+    assert start_mark.path(NAME) == place
     monkeypatch.setattr(report, "our_version", lambda: "99")
     assert start_mark.path(NAME) != place
 
@@ -93,4 +95,4 @@ def test_where_nothing_can_be_written_nothing_is_remembered(place, told, monkeyp
     assert mark.ended_within == "" and len(told) == 1 and f"{NAME}: a start that ends is not remembered" in told[0]
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(start_mark.os.path, "expanduser", lambda path: path)  # of a user without a home
-    assert found() == "" and len(told) == 1
+    assert start_mark.path(NAME) is None and found() == "" and len(told) == 1

@@ -53,9 +53,7 @@ PAGE = 256  # tokens, of this model in all releases
 TOKENS, LONG_TOKENS = 4, 16  # of an answer: a few steps with drafts, too; as many as others need to join
 ROWS = 16  # a kernel that is told how many rows there are has a form of its own where they are a multiple of this
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)  # to each power of two, and between them where it is a multiple itself
-CHUNK = (
-    2 * PAGE
-)  # where chunks have no bound: a longer prompt may fit no pool, and is then refused to all behind it, too
+CHUNK = 2 * PAGE  # where chunks have no bound: a longer prompt may fit no pool, and keeps all behind it waiting
 LIMIT_S = 180.0  # of all: /health says 503 meanwhile, and what is not compiled by then goes on being compiled
 BEAT_S, SILENT_S = 1.0, 5.0  # how often the loop is asked whether it runs, and how long for its answer
 WATCHDOG_S = 300.0  # SGLang's default: a shorter one may end a scheduler while nvcc runs
