@@ -22,6 +22,7 @@ OF_FIRST_REQUESTS = {
     "importlib.import_module(HTTP_SERVER)": ((HTTP_SERVER,),),
     "importlib.import_module(HTTP_SERVER)._global_state": ((f"{HTTP_SERVER}:_GlobalState",),),
     "importlib.import_module(REQUESTS)": ((f"{SRT}.managers.io_struct",),),
+    "answers[answer]": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
     "type(is_up)": ((f"{TOKENIZER_MANAGER.partition(':')[0]}:ServerStatus",),),
 }
 
@@ -90,7 +91,7 @@ OURS = {
     **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
-    "first_requests": {"asked", "beat", "called", "given", "loop"},
+    "first_requests": {"answer", "asked", "beat", "called", "given", "loop", "mark"},
     "known_turns": {"_MARK", "found", "rendered", "super()", "tokenizer", "type(tokenizer)"},
     **{"calls_or_answers": {"calls[1]"}, "own_names": {"content", "formats", "node", "type(made)"}},  # XGrammar's
     "long_calls": {"START", "TEXT", "start", "whole"},

@@ -6,7 +6,6 @@ A program of its own, because it imports SGLang's modules from a wheel:
 """
 
 import importlib
-import itertools
 import json
 import random
 import sys
@@ -190,7 +189,7 @@ def main(version: str) -> dict:
     found["unknown marks"] = compared(stock, unknown, range(2))
     found["at once"] = at_once(stock, ours)
     pieces = ours._encoding.pieces
-    found["kept"] = [pieces.bytes, sum(itertools.starmap(pieces.size, pieces.known.items()))]
+    found["kept"] = [pieces.bytes, sum(pieces.size(key, tokens) for key, (tokens, _) in pieces.known.items())]
     other = type("DeepSeekRecipe", (renderer.DeepSeekRecipe,), {})
     other.__init__ = known_turns.replace_init(other.__init__)
     found["V4.1"] = type(other("dsv41", made)._encoding).__name__

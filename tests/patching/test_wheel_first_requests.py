@@ -13,6 +13,7 @@ from typing import Optional
 import pytest
 
 from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.sglang_patches import start_mark
 from deepseek_v4_sm120.sglang_patches.fixes import first_requests
 from deepseek_v4_sm120.sglang_patches.rows.first_uses import FIRST_REQUESTS, HTTP_SERVER
 from tests.patching.test_wheel_wo_a import take
@@ -31,21 +32,36 @@ class Manager:
     """A tokenizer manager: what is asked of it, and how ready the server said it was then."""
 
     is_generation, context_len, max_req_input_len, tokenizer = True, 1 << 20, 40000, "a tokenizer"
-    gracefully_exit, refused, hangs, left = False, (), (), 0
+    gracefully_exit, refused, hangs, left, is_deaf = False, (), (), 0, False
 
     def __init__(self, events, loop):
         self.events, self.event_loop, self.server_status, self.asked = events, loop, Status.Starting, []
+        self.aborted, self.waiting = [], {}
 
     async def generate_request(self, request, of_client):
         self.asked.append(request)
+        request.rid = f"name {len(self.asked)}"
         self.events.append((len(request["input_ids"]), self.server_status))
         if any(name in request["sampling_params"] for name in self.refused):
             raise ValueError("no grammar here")
-        try:
-            await asyncio.sleep(3600 if len(self.asked) in self.hangs else 0)
-        finally:
-            self.left += 1
+        if len(self.asked) in self.hangs:
+            self.waiting[request.rid] = asyncio.Event()
+            try:
+                await self.waiting[request.rid].wait()
+            finally:
+                self.left += 1
         yield {}
+
+    def abort_request(self, rid):
+        self.aborted.append(rid)
+        if not self.is_deaf:
+            self.waiting[rid].set()
+
+
+class Request(dict):
+    """As it is given; its name is found by who answers it."""
+
+    rid = None
 
 
 @pytest.fixture
@@ -69,8 +85,9 @@ def told(monkeypatch):
 
 
 @pytest.fixture
-def start(monkeypatch, loop, told):
+def start(monkeypatch, loop, told, tmp_path):
     """start(version, **of the server) -> (its manager, what happened in turn) of the release's own thread"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def start(version, runs=True, own=None, ours=True, changes=(), lacks=(), **more):
         arguments = dict(dp_size=1, disaggregation_mode="null", chunked_prefill_size=8192, max_running_requests=4)
@@ -98,7 +115,7 @@ def start(monkeypatch, loop, told):
         names |= dict(_freeze_gc_after_server_warmup=lambda _: events.append("frozen"))
         stubs = {
             HTTP_SERVER: {"_global_state": names["_global_state"]},
-            first_requests.REQUESTS: {"GenerateReqInput": dict},
+            first_requests.REQUESTS: {"GenerateReqInput": Request},
         }
         for name, given in stubs.items():
             module = ModuleType(name)
@@ -140,12 +157,19 @@ def test_a_server_that_does_not_start_is_asked_nothing(version, start, served_ca
         {"attn_dp_size": 2},
         {"tokenizer_worker_num": 2},
         {"disaggregation_mode": "decode"},
+        {"watchdog_timeout": 60.0},
+        {"debug_tensor_dump_output_folder": "/tensors"},
         {"changes": {"is_generation": False}},
         {"changes": {"event_loop": None}},
     ],
 )
 def test_nor_one_that_serves_otherwise(change, start, served_card):
     assert start("0.5.23", **change)[1] == [OWN, READY]
+
+
+def test_a_longer_watchdog_or_none_is_no_reason(start, served_card):
+    for timeout in (300, 3600.0, None, 0):
+        assert len(start("0.5.23", watchdog_timeout=timeout)[1]) > 2
 
 
 def test_nor_one_of_another_model_or_card(start, elsewhere):
@@ -166,15 +190,24 @@ def test_what_is_refused_is_told_and_stops_nothing(start, served_card, told):
     assert all("json_schema" not in one["sampling_params"] for one in manager.asked)
 
 
-def test_a_request_that_is_never_answered_is_given_up(start, served_card, told, monkeypatch, loop):
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_a_request_that_is_never_answered_is_aborted_by_name(start, served_card, told, monkeypatch, loop, is_deaf):
+    """A task that is cancelled leaves its request in the scheduler's queue, in half of the releases."""
     monkeypatch.setattr(first_requests, "LIMIT_S", 0.2)
-    manager, events = start("0.5.23", changes={"hangs": (3,)})
+    monkeypatch.setattr(first_requests, "SILENT_S", 0.2)
+    manager, events = start("0.5.23", changes={"hangs": (3,), "is_deaf": is_deaf})
     assert events[-1] == READY and manager.server_status is Status.Up and len(manager.asked) == 3
-    assert [text for kind, text in told if kind == "warn"][0].endswith(
-        "behind more of it, from the cache: given up after 0 s"
-    )
+    assert manager.aborted == ["name 3"]
+    (line,) = (text for kind, text in told if kind == "warn")
+    assert line.endswith("behind more of it, from the cache: given up after 0 s, within sampled")
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result()
-    assert manager.left == 3  # so that SGLang aborts it
+    assert manager.left == 1  # and nobody waits for it
+
+
+def test_all_that_are_asked_at_once_are_aborted(start, served_card, monkeypatch):
+    monkeypatch.setattr(first_requests, "LIMIT_S", 0.2)
+    manager, _ = start("0.5.23", changes={"hangs": range(6, 20)})
+    assert sorted(manager.aborted) == sorted(f"name {number}" for number in range(6, 14))
 
 
 def test_a_loop_that_waits_for_this_thread_is_not_waited_for(start, served_card, told, monkeypatch, loop):
@@ -198,6 +231,19 @@ def test_nothing_more_is_asked_of_a_server_that_ends(start, served_card):
     assert start("0.5.23", changes={"gracefully_exit": True})[1] == [OWN, READY]
 
 
+def test_a_start_behind_one_that_ended_within_them_is_without_them(start, served_card, told, monkeypatch):
+    place, noted, note = start_mark.path(first_requests.PATCH), [], start_mark.Mark.note
+    place.parent.mkdir()
+    place.write_text("all at once")
+    manager, events = start("0.5.23")
+    assert events == [OWN, READY] and manager.server_status is Status.Up and not place.exists()
+    assert [kind for kind, _ in told] == ["warn"]
+    assert 'ended within "all at once"' in told[0][1] and "first_requests=off" in told[0][1]
+    monkeypatch.setattr(start_mark.Mark, "note", lambda mark, at: (noted.append(at), note(mark, at)))
+    assert len(start("0.5.23")[1]) > 2 and not place.exists()
+    assert noted == list(of(slots=4))  # each before it is asked
+
+
 def test_an_error_of_ours_does_not_keep_a_server_from_being_ready(start, served_card, told, monkeypatch):
     monkeypatch.setattr(first_requests, "body", None)
     _, events = start("0.5.23")
@@ -214,11 +260,19 @@ def test_what_is_asked():
     assert len(first) == 8192 + 1 and second[: len(first)] == first and len(second) % 16 != 0
     beginnings = [tuple(one["input_ids"][:1]) for bodies in found.values() for one in bodies]
     assert len(set(beginnings)) == len(beginnings) - 1  # but for these two
+    assert not any(found[kind][0]["sampling_params"]["ignore_eos"] for kind in list(found)[:2])  # the long ones
     assert all(0 < token < 128000 for bodies in found.values() for one in bodies for token in one["input_ids"])
     asked = [frozenset(one["sampling_params"]) for one in found["all at once"]]
     assert all(asked.count(one) >= 2 for one in asked) and any("json_schema" in one for one in asked)
     assert [one["sampling_params"]["temperature"] for one in found["sampled"]] == [1.0]
     assert {"top_k", "top_p"} < set(found["sampled of few tokens"][0]["sampling_params"])
+
+
+@pytest.mark.parametrize("unbounded", [0, -1, None])
+def test_where_chunks_have_no_bound_the_prompt_is_short(unbounded, start, served_card):
+    """A longer one may fit no pool of windows, and waits for ever then, with all behind it."""
+    manager, _ = start("0.5.23", chunked_prefill_size=unbounded)
+    assert max(len(one["input_ids"]) for one in manager.asked) == 513 + 128
 
 
 @pytest.mark.parametrize(
@@ -232,8 +286,9 @@ def test_batches_up_to_the_power_of_two_that_holds_the_slots(slots, batches):
 
 
 def test_prompts_fit_what_a_request_may_have():
-    assert max(len(one["input_ids"]) for bodies in of(longest=2000).values() for one in bodies) == 2000 - 128
-    assert "a chunk and a row" not in of(longest=500)
+    """And what admission asks for, which is up to two pages more."""
+    assert max(len(one["input_ids"]) for bodies in of(longest=2000).values() for one in bodies) == 2000 - 640
+    assert "a chunk and a row" not in of(longest=1000)
 
 
 @every_release(FIRST)

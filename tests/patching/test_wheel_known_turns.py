@@ -1,5 +1,6 @@
 """Conversations made tokens: each release's own way to the prompt, with ours and without."""
 
+import ctypes
 import functools
 import json
 import re
@@ -137,6 +138,19 @@ def test_what_was_used_last_is_kept(monkeypatch):
     assert made == ["a", "b", "c", "b"] and pieces.bytes == 2 * size and list(pieces.known) == ["a", "b"]
     monkeypatch.setattr(known_turns, "KEPT_BYTES", size - 1)
     assert tokens("d") == [1] * 100 and pieces.bytes == 0 and pieces.known == {}
+
+
+def test_a_text_that_grows_is_counted_as_it_was(monkeypatch):
+    """Python keeps a text's UTF-8 beside it once a library has asked for it: those that are kept and those that are
+    counted out may differ by that. Where more is counted in than out there is nothing left to give up in the end."""
+    pieces, utf8 = known_turns.Pieces(), ctypes.pythonapi.PyUnicode_AsUTF8AndSize
+    utf8.argtypes, utf8.restype = (ctypes.py_object, ctypes.c_void_p), ctypes.c_void_p
+    monkeypatch.setattr(known_turns, "KEPT_BYTES", 4000)
+    for number in range(40):
+        for _ in range(2):
+            text = "日本" * 100 + str(number)
+            assert list(pieces.tokens(text, lambda text=text: [utf8(text, None) is None])) == [False]
+        assert 0 < pieces.bytes <= 4000 and len(pieces.known) > min(2, number)
 
 
 @functools.cache

@@ -14,14 +14,22 @@ others' streams run, and every card's scheduler, and so every stream, waits for 
 Here, behind SGLang's own warm-up and before its log says "ready", the server answers a few short requests of each kind:
 a prompt of a chunk and one row, more of it from the cache, two that sample, one with a schema, these at once, and
 batches to each power of two. /health says 503 meanwhile, as during SGLang's. With what was compiled at an earlier start
-that is a matter of seconds; the log says how long it took. What is refused is told and stops nothing, and is not asked
-beside others: where a schema left no token, and the draw of a batch has its row, the card's assertion ends the server
-(seen with a vocabulary that cannot spell it). In the prefix
-cache stays that one prompt, until others need its room: a page is more than the others have.
+that is a matter of seconds; the log says how long it took. In the prefix cache stays that one prompt, until others need
+its room: a page is more than the others have.
+
+A start that works without them works with them:
+- what is refused is told and stops nothing, and is not asked beside others: where a schema left no token, and the draw
+  of a batch has its row, the card's assertion ends the server (seen with a vocabulary that cannot spell it);
+- what is not answered in time is aborted by name: a prompt that never has room keeps all others waiting, and up to
+  0.5.16, in 0.5.18 and in 0.5.19 a task that is cancelled leaves its request in the scheduler's queue;
+- the long ones may end at once: those that may not are let in by other rules where there is no prefix cache, and wait
+  for ever where the windows' pool is smaller than a chunk. Where chunks have no bound the prompt is short;
+- a start that ends within them is followed by one that leaves them out (start_mark.py).
 
 Not with data parallel attention, whose ranks would each need their own, nor where prefill and decode are apart, nor
-where several processes answer over HTTP, of which each has a warm-up. This runs in that process, in the thread of
-SGLang's warm-up, for which its loop waits when it ends.
+where several processes answer over HTTP, of which each has a warm-up; nor where SGLang's watchdog is to end a scheduler
+that compiles for a while, or tensors are dumped. This runs in that process, in the thread of SGLang's warm-up, for
+which its loop waits when it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +44,7 @@ import time
 from collections.abc import Callable, Container, Iterator
 
 from deepseek_v4_sm120.patching import report
-from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches import models_served, start_mark
 from deepseek_v4_sm120.sglang_patches.adapters.argument_defaults import accessors
 
 PATCH, HTTP_SERVER, EXECUTE = "first_requests", "sglang.srt.entrypoints.http_server", "execute_warmup_func"
@@ -45,9 +53,10 @@ PAGE = 256  # tokens, of this model in all releases
 TOKENS, LONG_TOKENS = 4, 16  # of an answer: a few steps with drafts, too; as many as others need to join
 ROWS = 16  # a kernel that is told how many rows there are has a form of its own where they are a multiple of this
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)  # to each power of two, and between them where it is a multiple itself
-CHUNK = 8192  # where chunks have no bound
-LIMIT_S = 600.0  # as long as SGLang waits for its own
+CHUNK = 2 * PAGE  # where chunks have no bound: a longer prompt may fit no pool, and keeps all behind it waiting
+LIMIT_S = 180.0  # of all: /health says 503 meanwhile, and what is not compiled by then goes on being compiled
 BEAT_S, SILENT_S = 1.0, 5.0  # how often the loop is asked whether it runs, and how long for its answer
+WATCHDOG_S = 300.0  # SGLang's default: a shorter one may end a scheduler while nvcc runs
 SLOW_S = 1.0
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
 KINDS = {
@@ -78,10 +87,10 @@ def rounds(
     refused   rounds that were not answered whole, as far as they were asked: such a kind is not asked beside others
     """
     kinds = {name: params for name, params in KINDS.items() if has_grammars or "json_schema" not in params}
-    of_chunk = min(chunk + 1, longest - PAGE)
+    of_chunk = min(chunk + 1, longest - 3 * PAGE)  # admission asks for a page, or two, more than a prompt has
     if of_chunk > PAGE:
-        yield "a chunk and a row", [body(0, of_chunk)]
-        yield "more of it, from the cache", [body(0, of_chunk + PAGE // 2)]
+        yield "a chunk and a row", [body(0, of_chunk, ignore_eos=False)]
+        yield "more of it, from the cache", [body(0, of_chunk + PAGE // 2, ignore_eos=False)]
     numbers = iter(range(1, 1000))
     for kind, params in kinds.items():
         yield kind, [body(next(numbers), 5, **params)]
@@ -127,7 +136,14 @@ def _ask_before_ready(server_args) -> None:
     is_up = manager.server_status
     manager.server_status = type(is_up).Starting
     try:
-        _ask(manager, read)
+        with start_mark.marked(PATCH) as mark:
+            if mark.ended_within:
+                report.warn(
+                    f"deepseek_v4_sm120: {PATCH}: not asked: an earlier start with these arguments ended within "
+                    f'"{mark.ended_within}"; the next start asks again (DSV4_SM120_SET={PATCH}=off: none does)'
+                )
+            else:
+                _ask(manager, read, mark)
     finally:
         manager.server_status = is_up
 
@@ -135,11 +151,12 @@ def _ask_before_ready(server_args) -> None:
 def _is_asked_here(manager, read: Callable) -> bool:
     is_plain = read("dp_size", 1) == read("attn_dp_size", 1) == 1 and read("disaggregation_mode", "null") == "null"
     is_plain = is_plain and read("tokenizer_worker_num", 1) == 1
+    is_plain = is_plain and not read("debug_tensor_dump_output_folder", None)
+    is_plain = is_plain and (read("watchdog_timeout", None) or WATCHDOG_S) >= WATCHDOG_S
     return is_plain and manager.is_generation and manager.event_loop is not None
 
 
-def _ask(manager, read: Callable) -> None:
-    """All of them, within the time that SGLang has for its own."""
+def _ask(manager, read: Callable, mark) -> None:
     chunk, slots = read("chunked_prefill_size", None) or 0, read("max_running_requests", None)
     longest = min(n for n in (manager.context_len, manager.max_req_input_len) if n)
     has_grammars = manager.tokenizer is not None and read("grammar_backend", None) != "none"
@@ -147,7 +164,9 @@ def _ask(manager, read: Callable) -> None:
     found = rounds(chunk if chunk > 0 else CHUNK, longest, slots or BATCHES[-1], has_grammars, refused)
     # said first: should one of them end the server, this is the last line of its log that tells which
     report.info(f"deepseek_v4_sm120: first requests of each kind are asked (DSV4_SM120_SET={PATCH}=off: not)")
-    asked = asyncio.run_coroutine_threadsafe(_answer_all(manager, found, took, refused), manager.event_loop)
+    asked = asyncio.run_coroutine_threadsafe(
+        _answer_all(manager, found, took, refused, began + LIMIT_S, mark), manager.event_loop
+    )
     why = _until_answered(asked, manager.event_loop)
     asked.cancel()
     slow = [f"{name} {seconds:.1f} s" for name, seconds in took.items() if seconds >= SLOW_S]
@@ -162,31 +181,47 @@ def _ask(manager, read: Callable) -> None:
 
 def _until_answered(asked: concurrent.futures.Future, loop):
     """Waits; None, or why not all were answered. A loop that ends waits for this thread, and answers nothing then."""
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
+    while True:
         beat = threading.Event()
         loop.call_soon_threadsafe(beat.set)
         done, _ = concurrent.futures.wait([asked], BEAT_S)
         if done:
-            return asked.exception()
+            return "cancelled" if asked.cancelled() else asked.exception()
         if not beat.wait(SILENT_S):
             return "given up: the loop that answers over HTTP stands still, as where the server ends"
-    return f"given up after {LIMIT_S:.0f} s"
 
 
-async def _answer_all(manager, found, took: dict[str, float], refused: set[str]) -> None:
+async def _answer_all(manager, found, took: dict[str, float], refused: set[str], until: float, mark) -> None:
+    """until: on time.monotonic(); what is not answered then is given up, and so are the rounds behind it."""
     make = importlib.import_module(REQUESTS).GenerateReqInput
     for name, bodies in found:
         if manager.gracefully_exit:
             return
+        mark.note(name)
         began = time.monotonic()
-        errors = await asyncio.gather(*(_answer(manager, make(**one)) for one in bodies), return_exceptions=True)
+        requests = [make(**one) for one in bodies]
+        answers = {asyncio.ensure_future(_answer(manager, request)): request for request in requests}
+        try:
+            done, left = await asyncio.wait(answers, timeout=max(until - began, 0))
+            if left:
+                for answer in left:  # by name: then the scheduler forgets it, and says so
+                    manager.abort_request(answers[answer].rid)
+                await asyncio.wait(left, timeout=SILENT_S)
+                raise TimeoutError(f"given up after {LIMIT_S:.0f} s, within {name}")
+        finally:
+            for answer in answers:
+                answer.cancel()
         took[name] = time.monotonic() - began
-        for error in {str(error) or type(error).__name__ for error in errors if error is not None}:
+        errors = [error for error in (answer.result() for answer in done) if error is not None]
+        for error in {str(error) or type(error).__name__ for error in errors}:
             refused.add(name)
             report.warn(f"deepseek_v4_sm120: {PATCH}: {name}: not answered: {error}")
 
 
-async def _answer(manager, request) -> None:
-    async for _ in manager.generate_request(request, None):
-        pass
+async def _answer(manager, request) -> Exception | None:
+    """Why it was refused, or nothing."""
+    try:
+        async for _ in manager.generate_request(request, None):
+            pass
+    except Exception as error:
+        return error

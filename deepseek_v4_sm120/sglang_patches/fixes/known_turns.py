@@ -70,7 +70,7 @@ class Pieces:
     """The tokens of texts that were asked for last."""
 
     def __init__(self):
-        self.known, self.bytes, self.lock = {}, 0, threading.Lock()
+        self.known, self.bytes, self.lock = {}, 0, threading.Lock()  # a key's (tokens, bytes as they were counted)
 
     def tokens(self, key, make: Callable[[], Iterable[int] | None]) -> array | None:
         """make: -> the tokens of `key`, a text or a tuple that begins with one; None where they are not to be known."""
@@ -78,18 +78,20 @@ class Pieces:
             found = self.known.pop(key, None)
             if found is not None:
                 self.known[key] = found
-                return found
+                return found[0]
         made = make()
         if made is None:
             return None
         found = array("i", made)
         with self.lock:
             if key not in self.known:
-                self.known[key] = found
-                self.bytes += self.size(key, found)
+                # not counted again where it goes: a text is larger once somebody has asked Python for its UTF-8
+                size = self.size(key, found)
+                self.known[key] = found, size
+                self.bytes += size
             while self.bytes > KEPT_BYTES:
-                oldest = next(iter(self.known))
-                self.bytes -= self.size(oldest, self.known.pop(oldest))
+                _, size = self.known.pop(next(iter(self.known)))
+                self.bytes -= size
         return found
 
     @staticmethod
