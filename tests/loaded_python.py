@@ -166,6 +166,7 @@ def _as_main(words: list[str], path: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.path.pop(0)  # this file's folder
+        gc.set_threshold(200_000, 20, 20)  # as conftest.py; forks have it too: what they import lives long
         base, variables = [*sys.path], dict(os.environ)
         sys.path += [part for part in sys.argv[3].split(os.pathsep) if part]
         for name in sys.argv[4:]:

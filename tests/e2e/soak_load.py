@@ -299,17 +299,21 @@ class Load:
         if faults:
             time.sleep(FAULT_S)
 
-    def stream(self, until: float) -> None:
-        while time.monotonic() < until and len(self.seen.faults) < MOST_FAULTS:
-            self.one(next(self.numbers))
+    def stream(self, until: float, turn: int) -> None:
+        """Until then, and each kind in its turn, for which a busy machine may leave a short load no time."""
+        while len(self.seen.faults) < MOST_FAULTS:
+            number = next(self.numbers)
+            if number >= turn and time.monotonic() >= until:
+                break
+            self.one(number)
 
     def run(self, seconds: float, first: int) -> dict:
-        """All streams, `seconds` long and until each has its last answer."""
-        self.numbers = itertools.count(first)
+        """All streams, `seconds` long and until each has its last answer; every kind is asked."""
+        self.numbers, turn = itertools.count(first), first + len(KINDS)
         self.seen.begin = time.monotonic()
         until = self.seen.begin + seconds
         with server_load.Watch(self.endpoint, RUNNING_S) as watch, ThreadPoolExecutor(self.spec.streams) as pool:
-            list(pool.map(self.stream, [until] * self.spec.streams))
+            list(pool.map(self.stream, [until] * self.spec.streams, [turn] * self.spec.streams))
         self.seen.end = min(until, time.monotonic())
         self.seen.ran_at_once = None if watch.error else watch.most.running
         return self.seen.as_dict()

@@ -65,19 +65,21 @@ vices = {{"eagle314": ["batch_variant"], "tp2": ["die_mid_stream"]}}.get(name, [
 server = FakeServer(vices, int(value("--port")), flags={{"context_length": int(value("--context-length"))}},
                     step_s=0.0003, die_after=28, accept_length=2 if name == "eagle314" else 1)
 server.exits = True
-watch, held = Path(os.environ["E2E_WATCH"]), []
+watch, held, telling = Path(os.environ["E2E_WATCH"]), [], threading.Lock()
 watch.mkdir(parents=True, exist_ok=True)
 is_leaking = name == "reproducible"
-def leak():
-    while True:
-        time.sleep(0.04)
-        held.extend((b"x" * (1 << 20), open(os.devnull)))
-        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+def leak(handler, body):  # by what it is asked, for it always has time for that: markers, also between the two looks
+    with telling:
+        for _ in range(5 if len(body.get("input_ids", ())) in {markers!r} else 0):
+            held.extend((b"x" * (1 << 20), open(os.devnull)))
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    tell()
+    return ""
 def held_of_cards():  # as the server numbers those that it sees; of the one that dies none
     held = 1000 + (time.monotonic() * 300 if name == "plain" else 0)
     return {{}} if name == "tp2" else {{"0": [900 << 20, int(held) << 20]}}
 def tell():
-    while True:
+    with telling:
         grown = len(held)
         words = {{"streams": 2 + grown, "captures": 3, "given": 640 + 32 * grown}}
         state = {{"at": time.monotonic(), "allocated": (1 + 10 * grown) << 20, "words": words, "cached": 9,
@@ -89,12 +91,14 @@ def tell():
         if is_leaking:
             with open(watch / "1.compiles", "a") as file:
                 file.write(json.dumps([time.monotonic(), "_gate_up_kernel", True, True, 1.5]) + "\\n")
+def keep_telling():
+    while True:
+        tell()
         time.sleep(0.1)
 if is_leaking:
     server.engine.requests.held = 0
-    server.http.RequestHandlerClass.wrong = lambda self, body: ""
-    threading.Thread(target=leak, daemon=True).start()
-threading.Thread(target=tell, daemon=True).start()
+    server.http.RequestHandlerClass.wrong = leak
+threading.Thread(target=keep_telling, daemon=True).start()
 if name == "stock":
     def lie(handler, content):  # an answer that lost its last token
         if isinstance(content, dict) and len(content.get("output_ids", ())) == {new}:
@@ -119,7 +123,7 @@ def soaked(tmp_path_factory):
     """(CompletedProcess, rows by (server, metric), the stage file) of a call with an honest server and four others."""
     folder = tmp_path_factory.mktemp("soak")
     files = {"tools/run_engine.py": HARNESS, "build/sitecustomize.py": ""}
-    files |= made_sglang.site(LAUNCH_SERVER.format(repo=str(REPO), new=soak_load.FEWEST_NEW))
+    files |= made_sglang.site(LAUNCH_SERVER.format(repo=str(REPO), new=soak_load.FEWEST_NEW, markers=soak_load.MARKERS))
     files["bin/nvidia-smi"] = NVIDIA_SMI.format(python=sys.executable)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
