@@ -31,16 +31,13 @@ class Rest:
 
     def __getitem__(self, part: slice):
         """key[n:] is a rest, key[:n] a RadixKey."""
-        start, end, _ = part.indices(self._length)
-        if part.stop is None:
+        start, end, _ = slice.indices(part, self._length)
+        if part == slice(start, None):
             return Rest(self._whole, self._start + start)
         return self._whole[self._start + start : self._start + end]
 
     def child_key(self, page_size: int = 1):
         return self[:page_size].child_key(page_size)
-
-    def copied(self):
-        return self[: self._length]
 
 
 def _rest(key):
@@ -94,6 +91,6 @@ def replace_node(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _add_new_node(self, parent, key, *further, **named):
-        return original(self, parent, key.copied() if type(key) is Rest else key, *further, **named)
+        return original(self, parent, key[: len(key)] if type(key) is Rest else key, *further, **named)
 
     return _add_new_node
