@@ -55,8 +55,8 @@ OF_LONG_CALLS = {
 }
 
 OF_WALKS = {
-    **{asked: ((f"{SRT}.mem_cache.radix_cache:RadixKey",),) for asked in ("key", "other", "self[:page_size]")},
-    "state": ((f"{SRT}.mem_cache.unified_cache.unified_tree_core:_InsertWalkState",),),
+    "self[:page_size]": ((f"{SRT}.mem_cache.radix_cache:RadixKey",),),
+    "state": ((">=0.5.17", f"{SRT}.mem_cache.unified_cache.unified_tree_core:_InsertWalkState"),),
 }
 OF_FIXES = {"long_calls": OF_LONG_CALLS, "abort_names": OF_ABORTS, "first_requests": OF_FIRST_REQUESTS, **OF_GRAMMARS}
 OF_FIXES["prefix_walks"] = OF_WALKS
