@@ -55,7 +55,12 @@ OF_LONG_CALLS = {
     "step": (("<0.5.21", f"{SRT}.entrypoints.context:SimpleContext"),),
 }
 
+OF_WALKS = {
+    "self[:page_size]": ((f"{SRT}.mem_cache.radix_cache:RadixKey",),),
+    "state": ((">=0.5.17", f"{SRT}.mem_cache.unified_cache.unified_tree_core:_InsertWalkState"),),
+}
 OF_FIXES = {"long_calls": OF_LONG_CALLS, "abort_names": OF_ABORTS, "first_requests": OF_FIRST_REQUESTS, **OF_GRAMMARS}
+OF_FIXES["prefix_walks"] = OF_WALKS
 
 # what is ours, torch's or Python's, by adapter; "*": in any
 OURS = {

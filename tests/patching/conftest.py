@@ -176,6 +176,8 @@ class PrefillAdder:
     def add_chunked_req(self, req): pass
     def _select_prefill_admission(self, req, *, total_tokens, host_hit_length): pass
 """
+TREE_CORE = "class UnifiedTreeCore:\n    def _match_prefix_helper(self, key): pass\n"
+TREE_CORE += "    def _insert_walk_step(self, state): pass\n    def _add_new_node(self, parent, key, value): pass\n"
 PENALTY_LIBRARY = """
 class BatchedPenalizerOrchestrator:
     def apply(self, logits, repeat=None): pass
@@ -423,6 +425,8 @@ TREE_0_5_17 = {
     "sglang/srt/model_executor/runner/prefill_cuda_graph_runner.py": GRAPHS,
     "sglang/srt/mem_cache/hybrid_cache/hybrid_cache_controller.py": COPIES,
     "sglang/srt/mem_cache/hicache_storage.py": STORAGE,
+    "sglang/srt/mem_cache/radix_cache.py": "class RadixKey:\n    def match(self, other, page_size=1): pass\n",
+    "sglang/srt/mem_cache/unified_cache/unified_tree_core.py": TREE_CORE,
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND,
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,

@@ -30,6 +30,8 @@ def expected(version: str) -> dict[str, str]:
         found |= {} if since(version, "0.5.22") else {"mixed_chunks": rows.BATCH}
     if since(version, "0.5.14"):
         found["certain_tokens"] = sampling.CERTAIN_TOKENS.targets[since(version, "0.5.16")].where
+    if not since(version, "0.5.21"):
+        found["prefix_walks"] = rows.TREE_CORE if since(version, "0.5.17") else rows.UNIFIED_CACHE
     if since(version, "0.5.19"):
         found["prompts_alone"] = rows.SCHEDULER
     if since(version, "0.5.20"):

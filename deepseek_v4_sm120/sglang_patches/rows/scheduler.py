@@ -11,6 +11,8 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
 SWA_BUDGET = "sglang.srt.mem_cache.prefill_budget:SWAPrefillBudget"
 SWA_CACHE = "sglang.srt.mem_cache.swa_radix_cache:SWARadixCache"
+UNIFIED_CACHE = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
+TREE_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore"
 REQUEST = "sglang.srt.managers.schedule_batch:Req"
 XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 BITMASK = "bitmask_ops:apply_token_bitmask_inplace_triton"
@@ -28,6 +30,8 @@ _stored, _short = targets_of_fix("stored_pages"), targets_of_fix("short_prompts"
 OF_NEXT_PROMPTS = Parameters(("self", "prefill_delayer_single_pass", "running_batch"))
 _first_stops, ACCEPTED = targets_of_fix("first_stops"), Parameters(("self", "new_accepted_len=1"))
 _alone = targets_of_fix("prompts_alone")
+_walks, OF_KEY = targets_of_fix("prefix_walks"), Parameters(("self", "key"))
+OF_NODE, OF_PARENT = Parameters(("self", "node", "key", "value"), "any"), Parameters(("self", "parent", "key"), "any")
 _mixed, BATCH = targets_of_fix("mixed_chunks"), "sglang.srt.managers.schedule_batch:ScheduleBatch"
 
 LONGEST_PROMPT = Patch(
@@ -215,6 +219,32 @@ WAITING_PROMPTS = Patch(
     ),
     retire="when SGLang remembers that there was no room",
     absent="up to 0.5.16 nobody has looked",
+)
+
+PREFIX_WALKS = Patch(
+    name="prefix_walks",
+    why="the prefix cache copies what is left of a prompt at each node of its tree, by context times turns, each time "
+    "that a conversation is looked up and put in: all streams stand still for a tenth of a second and more several "
+    "times a turn of 500,000 tokens",
+    targets=(
+        _walks(
+            "sglang.srt.mem_cache.radix_cache:RadixKey.match",
+            "match",
+            Parameters(("self", "other", "page_size=1")),
+            ">=0.5.12,<0.5.21",
+        ),
+        _walks(f"{SWA_CACHE}._match_prefix_helper", "find", OF_KEY, ">=0.5.12,<0.5.16"),
+        _walks(f"{SWA_CACHE}._insert_helper", "insert", OF_NODE, ">=0.5.12,<0.5.16"),
+        _walks(f"{SWA_CACHE}._add_new_node", "node", OF_PARENT, ">=0.5.12,<0.5.16"),
+        _walks(f"{UNIFIED_CACHE}._match_prefix_helper", "find", OF_KEY, ">=0.5.12,<0.5.17"),
+        _walks(f"{UNIFIED_CACHE}._insert_helper", "insert", OF_NODE, ">=0.5.12,<0.5.17"),
+        _walks(f"{UNIFIED_CACHE}._add_new_node", "node", OF_PARENT, ">=0.5.12,<0.5.17"),
+        _walks(f"{TREE_CORE}._match_prefix_helper", "find", OF_KEY, ">=0.5.17,<0.5.20"),
+        _walks(f"{TREE_CORE}._insert_walk_step", "step", Parameters(("self", "state")), ">=0.5.17,<0.5.21"),
+        _walks(f"{TREE_CORE}._add_new_node", "node", OF_PARENT, ">=0.5.17,<0.5.21"),
+    ),
+    retire="with SGLang 0.5.20",
+    absent="from 0.5.21 on the tree is in Rust",
 )
 
 PROMPTS_ALONE = Patch(
