@@ -170,6 +170,9 @@ class Scheduler:
     def _should_defer_prefill(self, running_batch): pass
     def run_event_loop(self): pass
 """
+STAGES = "class SchedulerPPMixin:\n    def _pp_recv_dict_from_prev_stage(self): pass\n"
+STAGES += "    def _pp_recv_proxy_tensors(self): pass\n"
+STAGES += "    def _pp_send_dict_to_next_stage(self, tensor_dict, async_send=True, msg_type='default'): pass\n"
 SCHEDULE_POLICY = """
 class PrefillAdder:
     def preempt_to_schedule(self, req, server_args): pass
@@ -412,6 +415,7 @@ TREE_0_5_17 = {
     "sglang/__init__.py": "",
     "sglang/_version.py": "__version__ = version = '0.5.17'\n",
     "sglang/srt/managers/scheduler.py": SCHEDULER,
+    "sglang/srt/managers/scheduler_pp_mixin.py": STAGES,
     "sglang/srt/managers/schedule_policy.py": SCHEDULE_POLICY,
     "sglang/srt/session/session_controller.py": "class Session:\n    def create_req(self, req):\n        return req\n",
     "sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(server_args, model_arch):\n    pass\n",
