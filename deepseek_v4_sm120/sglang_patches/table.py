@@ -118,6 +118,7 @@ from deepseek_v4_sm120.sglang_patches.rows.scheduler import (
     GRAMMARS,
     LONGEST_PROMPT,
     MIXED_CHUNKS,
+    OWN_OUTPUTS,
     PADDED_ROWS,
     PREEMPTED_REQUESTS,
     PREFIX_WALKS,
@@ -547,7 +548,7 @@ TABLE = Table(
             PREFIX_WALKS,
         ),
         *(ABORT_NAMES, LAST_TURNS, UNSEEN_PICTURES),  # these two behind what they are told of, and TEXT_PARTS
-        *(MARLIN_ON_SM120, PREFILL_INTERVAL, PROMPTS_ALONE, SM120_SEAMS, DRAFT_INPUT, LAYERS),
+        *(MARLIN_ON_SM120, PREFILL_INTERVAL, PROMPTS_ALONE, OWN_OUTPUTS, SM120_SEAMS, DRAFT_INPUT, LAYERS),
     ),
     defaults=DEFAULTS,
     stand_ins=(

@@ -73,7 +73,11 @@ OURS = {
     "effort_levels": {"file", "importlib.import_module('huggingface_hub')"},
     "fp8_linear": {"process"},
     "bf16_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
-    **{"handed_over": {"_loading", "process"}, "held_latents": {"product"}},
+    **{
+        "handed_over": {"_loading", "process"},
+        "held_latents": {"product"},
+        "own_outputs": {"kept(self)", "scheduler.disaggregation_mode"},
+    },
     "index_select": {"_forward", "deferred", "scores"},
     "index_select_dealt": {"_prompt"},
     "mhc": {"x"},

@@ -13,6 +13,7 @@ from deepseek_v4_sm120.patching import import_hook, report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from tests.patching import wheels
 from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, LOGPROBS, SAMPLER
+from tests.patching.made_scheduler import STAGES, TREE_CORE
 from tests.patching.small_host import HOST
 from tests.patching.started import Python, loaded, places, resolving, run  # noqa: F401  fixtures
 
@@ -176,8 +177,6 @@ class PrefillAdder:
     def add_chunked_req(self, req): pass
     def _select_prefill_admission(self, req, *, total_tokens, host_hit_length): pass
 """
-TREE_CORE = "class UnifiedTreeCore:\n    def _match_prefix_helper(self, key): pass\n"
-TREE_CORE += "    def _insert_walk_step(self, state): pass\n    def _add_new_node(self, parent, key, value): pass\n"
 PENALTY_LIBRARY = """
 class BatchedPenalizerOrchestrator:
     def apply(self, logits, repeat=None): pass
@@ -414,6 +413,7 @@ TREE_0_5_17 = {
     "sglang/__init__.py": "",
     "sglang/_version.py": "__version__ = version = '0.5.17'\n",
     "sglang/srt/managers/scheduler.py": SCHEDULER,
+    "sglang/srt/managers/scheduler_pp_mixin.py": STAGES,
     "sglang/srt/managers/schedule_policy.py": SCHEDULE_POLICY,
     "sglang/srt/session/session_controller.py": "class Session:\n    def create_req(self, req):\n        return req\n",
     "sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(server_args, model_arch):\n    pass\n",

@@ -21,7 +21,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     TOKENIZER_MANAGER,
 )
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
-from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, REQUEST, SCHEDULER, SWA_CACHE
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import ADDER, PIPELINE, REQUEST, SCHEDULER, SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import BATCH as SCHEDULE_BATCH
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -393,6 +393,10 @@ OBJECTS = {
     "preempted_requests": {"adder": ((ADDER,),), "self.running_batch": ((SCHEDULE_BATCH,),)},
     "mixed_chunks": dict.fromkeys(("running", "running_batch"), ((SCHEDULE_BATCH,),)),
     "prompts_alone": {"batch": ((SCHEDULE_BATCH,),)},
+    "own_outputs": dict.fromkeys(("scheduler.pp_group", "scheduler.attn_tp_group"), ((GROUP,),))
+    | {"scheduler": ((SCHEDULER, PIPELINE),), "given": ((f"{BATCH}:PPProxyTensors",),)}
+    | {"scheduler.spec_algorithm": ((f"{SRT}.speculative.spec_info:SpeculativeAlgorithm",),)}
+    | {"stage": ((">=0.5.21", PIPELINE),)},
     "waiting_prompts": {"running_batch": ((SCHEDULE_BATCH,),), "head": ((REQUEST,),)}
     | {"scheduler": ((SCHEDULER,),), "scheduler.pp_group": ((GROUP,),)},
     "short_prompts": {

@@ -29,7 +29,8 @@ _fenced, OF_SELF = targets_of_fix("fenced_copies"), Parameters(("self",))
 _stored, _short = targets_of_fix("stored_pages"), targets_of_fix("short_prompts")
 OF_NEXT_PROMPTS = Parameters(("self", "prefill_delayer_single_pass", "running_batch"))
 _first_stops, ACCEPTED = targets_of_fix("first_stops"), Parameters(("self", "new_accepted_len=1"))
-_alone = targets_of_fix("prompts_alone")
+_alone, _own = targets_of_fix("prompts_alone"), targets_of_fix("own_outputs")
+PIPELINE, SENT = "sglang.srt.managers.scheduler_pp_mixin:SchedulerPPMixin", ("self", "tensor_dict", "async_send=True")
 _walks, OF_KEY = targets_of_fix("prefix_walks"), Parameters(("self", "key"))
 OF_NODE, OF_PARENT = Parameters(("self", "node", "key", "value"), "any"), Parameters(("self", "parent", "key"), "any")
 _mixed, BATCH = targets_of_fix("mixed_chunks"), "sglang.srt.managers.schedule_batch:ScheduleBatch"
@@ -260,6 +261,31 @@ PROMPTS_ALONE = Patch(
     ),
     retire="when SGLang counts the turns of somebody who decodes",
     absent="up to 0.5.18 there is no such argument",
+)
+
+OWN_OUTPUTS = Patch(
+    name="own_outputs",
+    why="with --pp-size the last stage waits for its own tokens to come back around the stages, behind the next launch "
+    "of the stage in front of it, before it ends a step and plans the next: with one stream both stages' work on the "
+    "host is done one after the other, in each step",
+    targets=(
+        _own(
+            f"{PIPELINE}._pp_send_dict_to_next_stage",
+            "send_dict",
+            Parameters((*SENT, "msg_type='default'")),
+            ">=0.5.12,<0.5.21",
+        ),
+        _own(
+            f"{PIPELINE}._pp_send_dict_to_next_stage",
+            "send_dict_on_stream",
+            Parameters((*SENT, "msg_type='default'", "ready_event=None")),
+            ">=0.5.21,<0.6",
+        ),
+        _own(f"{PIPELINE}._pp_recv_dict_from_prev_stage", "recv_dict", OF_SELF),
+        _own(f"{PIPELINE}._pp_recv_proxy_tensors", "recv_proxy", OF_SELF),
+    ),
+    default="own_outputs",
+    retire="when the last stage keeps what it has drawn",
 )
 
 FENCED_COPIES = Patch(
