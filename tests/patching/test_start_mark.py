@@ -1,6 +1,7 @@
 """The mark of what is tried at a start: whoever starts behind one that ended within it is told, and nobody else."""
 
 import contextlib
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,62 @@ def test_other_arguments_have_a_mark_of_their_own(place, monkeypatch):
     assert start_mark.path(NAME) == place
     monkeypatch.setattr(report, "our_version", lambda: "99")
     assert start_mark.path(NAME) != place
+
+
+def test_a_full_disk_keeps_nothing_from_going_on(place, told, monkeypatch):
+    """Files are made there, and nothing can be written into them; NFS says so when they are closed, too."""
+    for call in ("write", "truncate", "close"):
+        told.clear()
+        with start_mark.marked(NAME) as mark:
+            mark._file = FullDisk(mark._file, call)
+            for part in ("a part", "another"):
+                mark.note(part)
+        assert [f"{NAME}: a start that ends is not remembered" in line for line in told] == [True] * len(told) != []
+        assert not place.exists() or place.read_text() == ""
+
+
+class FullDisk:
+    def __init__(self, file, call):
+        self.file, self.call = file, call
+
+    def __getattr__(self, name):
+        if name != self.call:
+            return getattr(self.file, name)
+        return lambda *_: self.fail()
+
+    def fail(self):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+        if self.call == "close":
+            self.fail()
+
+
+def test_where_nothing_can_be_taken_away_it_is_told(place, told):
+    with start_mark.marked(NAME) as mark:
+        mark.note("a part")
+        place.unlink()
+        place.mkdir()  # as a folder of another user's would, it refuses
+    assert len(told) == 1
+
+
+def test_one_that_stays_is_told_to_the_next_start_once(place):
+    with start_mark.marked(NAME) as mark:
+        mark.note("a part")
+        mark.stay()
+        mark.note("another")
+    mark.note("a part that nobody waits for")
+    assert [found(), found()] == ["another", ""] and not place.exists()
+
+
+def test_what_is_no_text_is_a_mark_like_another(place):
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"\xff\xfe\0")
+    assert found() != "" and found() == "" and not place.exists()
 
 
 def test_where_nothing_can_be_written_nothing_is_remembered(place, told, monkeypatch, tmp_path):

@@ -24,7 +24,8 @@ A start that works without them works with them:
   0.5.16, in 0.5.18 and in 0.5.19 a task that is cancelled leaves its request in the scheduler's queue;
 - the long ones may end at once: those that may not are let in by other rules where there is no prefix cache, and wait
   for ever where the windows' pool is smaller than a chunk. Where chunks have no bound the prompt is short;
-- a start that ends within them is followed by one that leaves them out (start_mark.py).
+- a start that ends within them, or whose scheduler stands still there, until SGLang's watchdog ends it, is followed by
+  one that leaves them out (start_mark.py).
 
 Not with data parallel attention, whose ranks would each need their own, nor where prefill and decode are apart, nor
 where several processes answer over HTTP, of which each has a warm-up; nor where SGLang's watchdog is to end a scheduler
@@ -139,8 +140,9 @@ def _ask_before_ready(server_args) -> None:
         with start_mark.marked(PATCH) as mark:
             if mark.ended_within:
                 report.warn(
-                    f"deepseek_v4_sm120: {PATCH}: not asked: an earlier start with these arguments ended within "
-                    f'"{mark.ended_within}"; the next start asks again (DSV4_SM120_SET={PATCH}=off: none does)'
+                    f"deepseek_v4_sm120: {PATCH}: not asked: an earlier start with these arguments ended or stood "
+                    f'still within "{mark.ended_within}"; the next start asks again '
+                    f"(DSV4_SM120_SET={PATCH}=off: none does)"
                 )
             else:
                 _ask(manager, read, mark)
@@ -206,7 +208,9 @@ async def _answer_all(manager, found, took: dict[str, float], refused: set[str],
             if left:
                 for answer in left:  # by name: then the scheduler forgets it, and says so
                     manager.abort_request(answers[answer].rid)
-                await asyncio.wait(left, timeout=SILENT_S)
+                _, silent = await asyncio.wait(left, timeout=SILENT_S)
+                if silent:  # the scheduler stands still: SGLang's watchdog may end it when we are long gone
+                    mark.stay()
                 raise TimeoutError(f"given up after {LIMIT_S:.0f} s, within {name}")
         finally:
             for answer in answers:
