@@ -214,15 +214,28 @@ def test_all_that_are_asked_at_once_are_aborted(start, served_card, monkeypatch)
     assert sorted(manager.aborted) == sorted(f"name {number}" for number in range(6, 14))
 
 
-def test_a_loop_that_waits_for_this_thread_is_not_waited_for(start, served_card, told, monkeypatch, loop):
-    """Behind Ctrl-C uvicorn's loop joins the thread of the warm-up: neither would ever go on."""
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_loop_that_waits_for_this_thread_is_not_waited_for(start, served_card, told, monkeypatch, loop, is_told):
+    """Where it ends it joins the thread of the warm-up: neither would ever go on. If nobody has told it to end, it may
+    be by what was asked: the first process of a container cannot kill itself, and leaves so."""
     monkeypatch.setattr(first_requests, "BEAT_S", 0.01)
     monkeypatch.setattr(first_requests, "SILENT_S", 0.05)
     began = time.monotonic()
     loop.call_later(0.02, time.sleep, 0.5)
+    ends = property(lambda manager: is_told and len(manager.asked) >= 3)
+    monkeypatch.setattr(Manager, "gracefully_exit", ends)
     _, events = start("0.5.23", changes={"hangs": (3,)})
     assert events[-1] == READY and time.monotonic() - began < 5
-    assert "the loop that answers over HTTP stands still" in [text for kind, text in told if kind == "warn"][0]
+    assert "has ended or stands still" in [text for kind, text in told if kind == "warn"][0]
+    assert start_mark.path(first_requests.PATCH).exists() == (not is_told)
+
+
+def test_so_is_one_that_ends_its_tasks(start, served_card, told, loop):
+    """As asyncio.run does behind an exit."""
+    loop.call_later(0.1, lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+    assert start("0.5.23", changes={"hangs": (3,)})[1][-1] == READY
+    assert "has ended or stands still" in [text for kind, text in told if kind == "warn"][0]
+    assert start_mark.path(first_requests.PATCH).read_text() == "sampled"
 
 
 def test_a_release_that_has_other_names_is_ready_without(start, served_card, told):

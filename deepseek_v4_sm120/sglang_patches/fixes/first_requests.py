@@ -25,7 +25,8 @@ A start that works without them works with them:
 - the long ones may end at once: those that may not are let in by other rules where there is no prefix cache, and wait
   for ever where the windows' pool is smaller than a chunk. Where chunks have no bound the prompt is short;
 - a start that ends within them, or whose scheduler stands still there, until SGLang's watchdog ends it, is followed by
-  one that leaves them out (start_mark.py).
+  one that leaves them out (start_mark.py). The first process of a container cannot kill itself, and ends by an exit
+  that looks to us like Ctrl-C: so that one is followed by such a start, too.
 
 Not with data parallel attention, whose ranks would each need their own, nor where prefill and decode are apart, nor
 where several processes answer over HTTP, of which each has a warm-up; nor where SGLang's watchdog is to end a scheduler
@@ -169,7 +170,7 @@ def _ask(manager, read: Callable, mark) -> None:
     asked = asyncio.run_coroutine_threadsafe(
         _answer_all(manager, found, took, refused, began + LIMIT_S, mark), manager.event_loop
     )
-    why = _until_answered(asked, manager.event_loop)
+    why = _until_answered(asked, manager, mark)
     asked.cancel()
     slow = [f"{name} {seconds:.1f} s" for name, seconds in took.items() if seconds >= SLOW_S]
     text = f"first requests of {len(took)} kinds answered in {time.monotonic() - began:.1f} s"
@@ -181,16 +182,21 @@ def _ask(manager, read: Callable, mark) -> None:
     report.write()
 
 
-def _until_answered(asked: concurrent.futures.Future, loop):
-    """Waits; None, or why not all were answered. A loop that ends waits for this thread, and answers nothing then."""
-    while True:
+def _until_answered(asked: concurrent.futures.Future, manager, mark):
+    """Waits; None, or why not all were answered. A loop that ends waits for this thread, and answers nothing then: at
+    Ctrl-C, or where a rank has ended, and a container's first process, which cannot kill itself, ends by an exit."""
+    loop = manager.event_loop
+    while not loop.is_closed():
         beat = threading.Event()
         loop.call_soon_threadsafe(beat.set)
         done, _ = concurrent.futures.wait([asked], BEAT_S)
-        if done:
-            return "cancelled" if asked.cancelled() else asked.exception()
-        if not beat.wait(SILENT_S):
-            return "given up: the loop that answers over HTTP stands still, as where the server ends"
+        if done and not asked.cancelled():
+            return asked.exception()
+        if done or not beat.wait(SILENT_S):
+            break
+    if not manager.gracefully_exit:
+        mark.stay()
+    return "given up: the loop that answers over HTTP has ended or stands still, as where the server ends"
 
 
 async def _answer_all(manager, found, took: dict[str, float], refused: set[str], until: float, mark) -> None:
