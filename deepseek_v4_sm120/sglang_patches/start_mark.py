@@ -87,7 +87,10 @@ def _own(place: Path) -> Mark:
         return Mark()
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return Mark(place, file)
+        if os.fstat(file.fileno()).st_nlink:
+            return Mark(place, file)
+        file.close()  # another server has come through meanwhile: what is at this place now may be a third one's
+        return Mark()
     except OSError as error:
         file.close()
         if error.errno not in HELD:

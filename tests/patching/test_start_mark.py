@@ -80,6 +80,21 @@ def test_one_that_opened_it_before_it_went_reads_nothing(place):
         assert opened.read() == ""
 
 
+def test_one_that_has_locked_it_when_it_was_gone_leaves_a_thirds_alone(place, told, monkeypatch):
+    flock = start_mark.fcntl.flock
+
+    def late(*args):
+        place.unlink()
+        place.write_text("a third one's part")
+        return flock(*args)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(start_mark.fcntl, "flock", late)
+        with start_mark.marked(NAME) as mark:
+            mark.note("a part")
+    assert place.read_text() == "a third one's part" and mark.ended_within == "" and told == []
+
+
 def test_other_arguments_have_a_mark_of_their_own(place, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(sys, "argv", [*sys.argv, "--mem-fraction-static", "0.9"])
