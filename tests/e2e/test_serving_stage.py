@@ -33,7 +33,7 @@ def engine_args(a):
     os.makedirs(model, exist_ok=True)
     return {"model_path": model, "skip_tokenizer_init": True, "tp_size": 1, "cuda_graph_bs_decode": [1, 2]}, model
 def vocab_of(model):
-    return 50
+    return 200
 def reexec(a):
     path = os.pathsep.join(([a.patch] if a.patch else []) + [os.environ["PYTHONPATH"]])
     os.execve(sys.executable, [], dict(os.environ, E2E_REEXEC="1", PYTHONPATH=path))
@@ -45,7 +45,7 @@ from tests.serving.fake_server import FakeServer
 def value(name):
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
 vocab = json.load(open(value("--model-path") + "/tokenizer.json"))["model"]["vocab"]
-assert sorted(vocab.values()) == list(range(50)) and vocab["w0"] == 0 and "<think>" in vocab
+assert sorted(vocab.values()) == list(range(200)) and vocab["w0"] == 0 and "<think>" in vocab
 print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"), flush=True)
 mode = os.environ.get("DSV4_SM120_FORCE")
 fault = os.environ.get("FAKE_FAULT_" + ("SPECULATING" if "--speculative-algorithm" in sys.argv else str(mode).upper()))
