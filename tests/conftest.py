@@ -19,6 +19,8 @@ REPO = Path(__file__).resolve().parent.parent
 if importlib.util.find_spec("deepseek_v4_sm120") is None:  # `pytest` as a program does not put the checkout on the path
     sys.path.insert(0, str(REPO))
 
+from tests.loaded_python import COLLECTOR  # noqa: E402
+
 # Begun first: with the others they leave no core idle, where one of them begun last would keep a single process busy.
 # Most of them wait for servers.
 LONGEST = (
@@ -41,7 +43,7 @@ TOGETHER = (
 
 # Syntax trees, and what torch and pytest hold, are millions of objects that live long: at the usual threshold, 700,
 # most of the time in which a wheel is parsed goes to looking through them again and again.
-gc.set_threshold(200_000, 20, 20)
+gc.set_threshold(*COLLECTOR)
 
 _shared: list = []  # a Loaded of all processes that run tests
 _skipped_on_gpu: list[str] = []

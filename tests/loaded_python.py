@@ -27,6 +27,7 @@ from pathlib import Path
 
 START = str(Path(__file__).with_name("loaded_start.py"))
 set_by_imports: dict[str, str] = {}  # variables
+COLLECTOR = (200_000, 20, 20)  # thresholds, here and of what tests: what is imported and parsed lives long
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # one: a fork has none of the others
 
 
@@ -166,7 +167,7 @@ def _as_main(words: list[str], path: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.path.pop(0)  # this file's folder
-        gc.set_threshold(200_000, 20, 20)  # as conftest.py; forks have it too: what they import lives long
+        gc.set_threshold(*COLLECTOR)  # forks have it too
         base, variables = [*sys.path], dict(os.environ)
         sys.path += [part for part in sys.argv[3].split(os.pathsep) if part]
         for name in sys.argv[4:]:
