@@ -109,18 +109,6 @@ DEFAULTS = (
         how="no way without us",
     ),
     Default(
-        name="own_outputs",
-        why="the stages of a pipeline (--pp-size) do their work on the host one after the other in each step of a "
-        "stream, because the last one waits for its own tokens to come back. On, it goes on with a copy. Off until a "
-        "card has shown it: that the copy is in order with the card's work is read, not run",
-        source="[R] scheduler_pp_mixin of 0.5.12 to 0.5.23; [M] by us, on a CPU: each release's own loop between "
-        "processes, the same tokens, eight messages a step for eleven; without it two H200s took 9.0 ms a step of one "
-        "stream (0.5.23)",
-        sglang=">=0.5.12,<0.6",
-        on=False,
-        how="no way without us",
-    ),
-    Default(
         name="router_topk",
         why="the experts wait for the router's choice in 40 of 43 layers; SGLang's kernel lets them in at its end. "
         "Ours, with the same ids and weights to the bit, takes 1.0 to 1.4 us less of a layer in a chain of its kernels",

@@ -179,8 +179,8 @@ ENGINES = {  # what matters most first: the limit cuts the last
     ),
     "two": Engine(TWO, steps=("round", *ALONE), cards=2),
     "expert_parallel": Engine((*TWO, *flags(ep_size=2)), steps=("round", *ALONE), cards=2),
-    "stages": Engine(STAGES, steps=(*ROUND, *ALONE, *LONG), cards=2),
-    "stages_own": Engine(STAGES, steps=(*ROUND, *ALONE, *LONG), cards=2, settings=f"{REPRODUCIBLE},own_outputs=on"),
+    "stages": Engine(STAGES, steps=(*ROUND, *ALONE, *LONG), cards=2, settings=f"{REPRODUCIBLE},own_outputs=off"),
+    "stages_own": Engine(STAGES, steps=(*ROUND, *ALONE, *LONG), cards=2),
     "stages_in_chunks": Engine((*RADIX, *CHUNKS, *STAGES), steps=(*ROUND, *ALONE), cards=2),
     "two_batches": Engine((*DATA_PARALLEL, *flags(enable_two_batch_overlap=True)), steps=("round", *ALONE), cards=2),
     "eagle_retracted": Engine(
@@ -339,8 +339,8 @@ FEATURES = (
         counts=("verified",), as_asked=("enable_dp_attention",),
     ),
     Feature("EP 2, each prompt alone and all at once", "expert_parallel", "expert_parallel", as_asked=("ep_size",)),
-    Feature("PP 2", "stages", as_asked=("pp_size",)),
-    Feature("PP 2, own_outputs=on", "stages_own", as_asked=("pp_size",)),
+    Feature("PP 2, own_outputs=off", "stages", as_asked=("pp_size",)),
+    Feature("PP 2", "stages_own", as_asked=("pp_size",)),
     Feature(
         "PP 2 + prefix cache + chunks of 512", "stages_in_chunks", counts=("cached",),
         as_asked=("pp_size", "chunked_prefill_size"),

@@ -30,7 +30,6 @@ INTERVALS = {
 }
 CARDS_SHAPES = ("1x1024", "1x8192", "1x32000", "8x1024", "32x1024")
 IN_STAGES = "_stages"  # the same with --pp-size 2
-OWN_OUTPUTS = "own_outputs=on"
 FLAG, SETTING, PLANNED = "cuda_graph_backend_prefill", "prefill_graphs=2048", "prefill_graphs=on"
 SAMES = [
     ("prefill graphs against none", "same_graphs", "same_no_graphs"),
@@ -53,8 +52,8 @@ IMPLEMENTATIONS = {
         f"{name}_cards2": f"ours, every operator on, {words}, no peers"
         for name, words in (
             ("tensors43", "two cards"),
-            ("layers43", "pp_size 2"),
-            ("layers43_own", "pp_size 2, own_outputs on"),
+            ("layers43", "pp_size 2, own_outputs off"),
+            ("layers43_own", "pp_size 2"),
             ("layers43_4096", "pp_size 2, chunks of 4,096"),
         )
     },
@@ -149,8 +148,8 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible, no_peers):
             )
             for name, options, more, setting in (
                 ("tensors43", sums(2, *timed), [], {}),
-                ("layers43", timed + sets(pp_size=2), [], {}),
-                ("layers43_own", timed + sets(pp_size=2), [], {variable: OWN_OUTPUTS}),
+                ("layers43", timed + sets(pp_size=2), [], {variable: "own_outputs=off"}),
+                ("layers43_own", timed + sets(pp_size=2), [], {}),
                 ("layers43_4096", timed + sets(pp_size=2), ["--chunk", "4096"], {}),
             )
         ],

@@ -14,6 +14,7 @@ def expected(version: str) -> dict[str, str]:
     found = {
         "grammar_ends": rows.GRAMMAR_ENDS.targets[since(version, "0.5.16")].where,
         "abort_names": rows.SCHEDULER,
+        "own_outputs": rows.PIPELINE,
         "replaced_sessions": rows.REPLACED_SESSIONS.targets[0].where,
         "first_stops": rows.FIRST_STOPS.targets[since(version, "0.5.13") + since(version, "0.5.14")].where,
         "stored_pages": rows.STORED_PAGES.targets[1].where,

@@ -290,7 +290,7 @@ def test_all_that_we_replace_is_replaced_in_the_real_modules_and_nothing_keeps_t
         config = json.dumps({**stages.DSPARK_CONFIG, "num_hidden_layers": 6})
         asked.append(({"speculative_algorithm": "DSPARK", "json_model_override_args": config}, 4))
     everything = ("reproducible", "draft_head", "router_topk", "dealt_streams", "dealt_products", "prefill_graphs")
-    everything += ("prefill_decode_interval_0_5_17", "prompts_in_halves", "own_outputs")
+    everything += ("prefill_decode_interval_0_5_17", "prompts_in_halves")
     choices = ",".join(f"{name}=on" for name in everything)
     backends = ["marlin", "flashinfer_mxfp4"][: 2 if since(version, "0.5.16") else 1]
     code = EVERYTHING.replace("BACKENDS", repr(backends))

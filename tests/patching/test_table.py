@@ -56,7 +56,7 @@ DEALT = ",dealt_index=on"
             ("fp8_linear=off", ["fp8_linear", "draft_input"]),
             ("mhc=off", ["mhc", "dealt_streams"]),
         ),
-        *(("dealt_streams=on", ()), ("router_topk=on", ()), ("own_outputs=on", ())),
+        *(("dealt_streams=on", ()), ("router_topk=on", ())),
         ("dealt_products=on", ()),
         ("bf16_linear=off,dealt_products=on", ["bf16_linear", "dealt_products", "draft_head", "reproducible_head"]),
         *(("prompts_in_halves=on", ()), ("prompts_in_halves=4096", ())),
@@ -89,8 +89,7 @@ def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(py
     assert ("dealt_streams" in ready) is ((chosen or "") == "dealt_streams=on")
     assert ("dealt_products" in ready) is ((chosen or "") == "dealt_products=on")
     assert ("prompts_in_halves" in ready) is ("prompts_in_halves=" in (chosen or ""))
-    for name in ("router_topk", "own_outputs"):
-        assert (name in ready) is ((chosen or "") == f"{name}=on")
+    assert ("router_topk" in ready) is ((chosen or "") == "router_topk=on")
     assert {"index_select", "fp8_linear", "mhc", "wo_a", "sparse_decode"} <= {*ready, *off}
 
 

@@ -196,7 +196,7 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
 
 
 CHOICES = dict.fromkeys(("reproducible", "draft_head", "prompts_in_halves", "dealt_products"), "0.5.14")
-CHOICES |= dict(own_outputs="0.5.12", router_topk="0.5.15", prefill_graphs="0.5.17")
+CHOICES |= dict(router_topk="0.5.15", prefill_graphs="0.5.17")
 OF_SEVERAL_CARDS, OF_GRAPHS = ("dealt_index", "dealt_streams"), ("prefill_graphs", "compiled_streams")
 
 

@@ -284,7 +284,6 @@ OWN_OUTPUTS = Patch(
         _own(f"{PIPELINE}._pp_recv_dict_from_prev_stage", "recv_dict", OF_SELF),
         _own(f"{PIPELINE}._pp_recv_proxy_tensors", "recv_proxy", OF_SELF),
     ),
-    default="own_outputs",
     retire="when the last stage keeps what it has drawn",
 )
 
