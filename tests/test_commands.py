@@ -382,7 +382,7 @@ def test_more_cards_than_there_are_and_a_port_in_use(run, machine):
     site, path = machine
     words = ["serve", "--gpus", "2", "--memory", "400", "--sglang", "0.5.17", "--context", "8192"]
     done = run(*words, path=[site], PATH=path)
-    assert done.returncode == 2 and "--gpus 2, but this machine has 1" in done.stderr
+    assert done.returncode == 2 and "2 cards are asked for, but this machine has 1" in done.stderr
     two = site.parent / "two.xml"
     head, gpu, tail = re.fullmatch(
         "(.*?)(<gpu id.*</gpu>)(.*)", (REPO / "tests/data/nvidia_smi_h200.xml").read_text(), re.S
@@ -390,7 +390,7 @@ def test_more_cards_than_there_are_and_a_port_in_use(run, machine):
     two.write_text(head + gpu * 2 + tail)
     (site.parent / "bin/nvidia-smi").write_text(SMI.format(data=two))
     done = run(*words, path=[site], PATH=path, CUDA_VISIBLE_DEVICES="1")
-    assert done.returncode == 2 and "--gpus 2, but CUDA_VISIBLE_DEVICES=1 leaves 1" in done.stderr
+    assert done.returncode == 2 and "2 cards are asked for, but CUDA_VISIBLE_DEVICES=1 leaves 1" in done.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

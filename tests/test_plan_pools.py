@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.commands.plan import launch, memory, models
+from deepseek_v4_sm120.commands.plan import launch, memory, models, stages
 from deepseek_v4_sm120.commands.plan.request import Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, DSPARK_SINCE, EAGLE, Speculation
 from tests.patching.conftest import sglang_wheel  # noqa: F401
@@ -39,18 +40,34 @@ PLANS = [
     for model, speculation in SPECULATIONS
     for streams, context in ((1, 393_216), (8, 131_072), (64, 8192))
 ]
+PLANS += [
+    {"gpus": gpus, "stages": of, "model": models.FLASH, "speculation": None, "concurrency": streams, "context": 131_072}
+    for gpus, of in ((2, 2), (3, 3), (4, 2), (4, 4))
+    for streams in (1, 9)
+]
+
+
+def since_when(r: Request) -> tuple[int, ...]:
+    return DSPARK_SINCE if r.model is models.FLASH_0731 else stages.SINCE if r.stages > 1 else (0, 5, 12)
 
 
 @functools.cache  # what all tests here begin with
 def plans_of(release: str) -> list[Plan]:
     """Without prefill graphs, whose memory would be another difference between releases."""
     requests = [Request(memory_mib=MEMORY, sglang=release, prefill_graphs=0, **wanted) for wanted in PLANS]
-    return [launch.make(r) for r in requests if r.model is models.FLASH or r.version >= DSPARK_SINCE]
+    return [launch.make(r) for r in requests if r.version >= since_when(r)]
 
 
-def case(plan: Plan) -> dict:
-    """What SGLang is asked: the bytes that the plan leaves to its pools, and the plan's own flags."""
+def cases(plan: Plan) -> list[dict]:
+    """What SGLang is asked, in each stage: the bytes that the plan leaves to its pools, and the plan's own flags."""
+    ends = itertools.accumulate(stage.layers for stage in plan.request.model.of_stages(plan.request.stages))
+    return [_case(plan, layers) for layers in itertools.pairwise([0, *ends])]
+
+
+def _case(plan: Plan, layers: tuple[int, int]) -> dict:
     return {
+        "stages": plan.request.stages,
+        "layers": layers,
         "available_bytes": int(plan.pool_bytes),
         "max_running_requests": plan.request.concurrency,
         "chunked_prefill_size": plan.chunk,
@@ -67,18 +84,24 @@ def sglangs(sglang_wheel):  # noqa: F811
     asked = {
         "wheels": {release: str(sglang_wheel(release)) for release in RELEASES},
         "compress_ratios": ratios,
-        "cases": {release: [case(plan) for plan in plans_of(release)] for release in RELEASES},
+        "cases": {release: [case for plan in plans_of(release) for case in cases(plan)] for release in RELEASES},
     }
     command = [sys.executable, str(HERE / "wheel_pools.py")]
     done = subprocess.run(command, input=json.dumps(asked), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    found = {release: iter(sizes) for release, sizes in json.loads(done.stdout).items()}
+    return {release: [_of_fewest(plan, found[release]) for plan in plans_of(release)] for release in RELEASES}
+
+
+def _of_fewest(plan: Plan, sizes) -> dict:
+    """Those of the stage that has room for the fewest tokens, whose number SGLang takes in all."""
+    return min(itertools.islice(sizes, plan.request.stages), key=lambda one: one["tokens"])
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_plan_has_the_tokens_that_this_release_gives(sglangs, release):
-    """To the page, at 2, 4 and 8 cards, without speculation, with MTP of two depths and with DSPARK; and the window's
-    slots, and the states' rows."""
+    """To the page, at 2, 4 and 8 cards, without speculation, with MTP of two depths and with DSPARK, and in stages; and
+    the window's slots, and the states' rows."""
     for plan, sglang in zip(plans_of(release), sglangs[release], strict=True):
         assert plan.tokens == sglang["tokens"], (plan.request, plan.tokens, sglang)
         assert plan.pools.window(plan.tokens) == sglang["window_tokens"]

@@ -290,14 +290,14 @@ def test_serve_refuses_what_does_not_run_and_takes_the_rest(capsys, monkeypatch)
     assert dry_run("--spec", "none", own=["--speculative-algorithm", "EAGLE"]) == 2
     assert "Instead: --speculative-eagle-topk 1" in capsys.readouterr().err
     assert dry_run("--spec", "none", own=CHAIN.split()) == 0
-    for words in (("--pp-size", "2"), ("--pp-size=2", "--disaggregation-mode", "prefill")):  # beside the plan's EAGLE
-        assert dry_run(own=words, sglang="0.5.20") == 2
+    for more in ([], ["--disaggregation-mode", "prefill"]):  # beside an EAGLE of the user's
+        assert dry_run("--pp-size=2", own=[*CHAIN.split(), *more], sglang="0.5.20") == 2
         told = capsys.readouterr().err
         assert "--pp-size above 1" in told and "--spec none" in told and "PP_SPEC" not in told
-        assert dry_run("--spec", "none", own=words, sglang="0.5.20") == 0
-    assert dry_run(own=["--pp-size", "2"], sglang="0.5.23") == 2
+        assert dry_run("--pp-size=2", own=more, sglang="0.5.20") == 0
+    assert dry_run("--pp-size=2", own=CHAIN.split(), sglang="0.5.23") == 2
     assert "SGLANG_ENABLE_PP_SPEC=1" in capsys.readouterr().err
-    assert dry_run(own=["--pp-size", "2", "--disaggregation-mode", "prefill"], sglang="0.5.23") == 0
+    assert dry_run("--pp-size=2", own=[*CHAIN.split(), "--disaggregation-mode", "prefill"], sglang="0.5.23") == 0
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
     assert dry_run(sglang="0.5.23", model="flash-0731") == 2
     assert "#34384" in capsys.readouterr().err

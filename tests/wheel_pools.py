@@ -3,7 +3,8 @@
     python3 wheel_pools.py < {"wheels": {version: file}, "compress_ratios": [...], "cases": {version: [...]}}
 
 (JSON.) A case has available_bytes, max_running_requests, chunked_prefill_size, prefix_tails (null: not said),
-algorithm and rows of its speculation (null and 0 without); the answers are printed in their order, {version: [...]}.
+algorithm and rows of its speculation (null and 0 without), the stages of a pipeline and the layers [first, end) of the
+one that is asked; the answers are printed in their order, {version: [...]}.
 Of SGLang the modules of REAL run as the wheel has them; a server's state is what `Server` says, strictly: what a
 release reads of it and is not there is an error, so that a new input of the sizes cannot be missed.
 """
@@ -109,13 +110,14 @@ class Server:
 
     def __init__(self, case, ratios):
         speculative, rows = case["algorithm"], case["rows"]
+        stages, (first, end) = case["stages"], case["layers"]
         self.schedule = SimpleNamespace(
             max_running_requests=case["max_running_requests"],
             chunked_prefill_size=case["chunked_prefill_size"],
             swa_full_tokens_ratio=0.1,
             _swa_full_tokens_ratio_explicitly_set=False,
             swa_prefix_tails=case["prefix_tails"],
-            disable_overlap_schedule=False,
+            disable_overlap_schedule=stages > 1,
             page_size=PAGE,
         )
         self.spec = SimpleNamespace(
@@ -148,7 +150,7 @@ class Server:
             is_eagle=lambda: speculative == "EAGLE",
             is_dspark=lambda: speculative == "DSPARK",
         )
-        ranks = SimpleNamespace(pp_size=1, attn_dp_size=1)
+        ranks = SimpleNamespace(pp_size=stages, attn_dp_size=1)
         arguments = SimpleNamespace(
             swa_full_tokens_ratio=0.1,
             speculative_algorithm=self.spec.speculative_algorithm,
@@ -166,10 +168,11 @@ class Server:
             server_args=arguments,
             spec_algorithm=algorithm,
             kv_cache_dtype_str="fp8_e4m3",
-            layer_info=SimpleNamespace(start_layer=0, end_layer=len(ratios)),
-            start_layer=0,
-            end_layer=len(ratios),
-            pp_size=1,
+            layer_info=SimpleNamespace(start_layer=first, end_layer=end),
+            start_layer=first,
+            end_layer=end,
+            pp_size=stages,
+            pp_group=SimpleNamespace(rank_in_group=0),
             ps=ranks,
             attn_dp_size=1,
             dp_size=1,

@@ -338,7 +338,7 @@ def advise(version: Version, algorithm: str, streams: int, load: str, seconds: C
 # ---- what a command line says
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise CommandError(f"the server's arguments: {message}")
 
@@ -346,7 +346,7 @@ class _Parser(argparse.ArgumentParser):
 def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_block: int | None) -> Speculation | None:
     """What sglang.launch_server would make of its arguments and variables, as argparse and SGLang resolve them (topk
     must be 1, so EAGLE's rows are its steps and one); None without speculation."""
-    parser = _Parser(add_help=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--speculative-algorithm")
     for name in ("num-steps", "eagle-topk", "num-draft-tokens", "dspark-block-size"):
         parser.add_argument(f"--speculative-{name}", type=int)

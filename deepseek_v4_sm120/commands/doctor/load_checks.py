@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from deepseek_v4_sm120.commands.doctor.finding import Finding, not_run, ok, warn
+from deepseek_v4_sm120.commands.plan import stages
 from deepseek_v4_sm120.commands.plan.request import PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
@@ -69,6 +70,7 @@ def checks(a: Answers) -> Iterator[Finding]:
         return
     yield from _short_prompts(a)
     yield from _cached(a, m)
+    yield from _stages(a, m)
     complaints = [*_full(a, m), *_slots(a, m)]
     yield from complaints
     if not complaints:
@@ -86,6 +88,19 @@ def _cached(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
     if read / asked >= LONG_PROMPT and share < OF_CONVERSATIONS:
         found += ". Of conversations nine tenths are; what parts their prompts: docs/operating.md, An agent's turns"
     yield ok("cached prompts", found)
+
+
+def _stages(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
+    """Stages where so much is written that they lost wherever they were measured."""
+    written, read = m.get("generation_tokens_total"), m.get("prompt_tokens_total")
+    if a.stages == 1 or not written or read is None:
+        return
+    new = max(0.0, read - m.get("cached_tokens_total", 0)) / written
+    if new < stages.LEAST_READ:
+        found = f"{a.stages}, and {new:.1f} new tokens of prompts for each that is written"
+        cost = "a step took 1.7 to 3 times as long as by tensors on two H200; long prompts, or many, 28 to 30% less"
+        cards = (a.get("tp_size") or 1) * a.stages
+        yield warn("stages", found, cost, f"--tp-size {cards} in place of --pp-size {a.stages}; `plan` has its flags")
 
 
 def _accepted(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:

@@ -215,7 +215,7 @@ def _model_length(base: str, api_key: str | None):
     return first.get("max_model_len") if isinstance(first, dict) else None
 
 
-SUMMED = ("num_requests_total", "prompt_tokens_total", "cached_tokens_total")  # by what they were, and where it lay
+SUMMED = ("num_requests_total", "prompt_tokens_total", "cached_tokens_total", "generation_tokens_total")  # by labels
 
 
 def read_metrics(text: str) -> dict[str, float]:
@@ -403,7 +403,8 @@ def _memory(a: Answers) -> Iterator[Finding]:
         and "deepseek-v4-pro" not in str(a.get("model_path")).lower()
     ):
         speculative = bool(a.get("speculative_algorithm"))
-        taken = memory.c128_state_bytes(models.FLASH, running, speculative)
+        stages = models.FLASH.of_stages(a.stages if 1 <= a.stages <= models.FLASH.layers else 1)
+        taken = max(memory.c128_state_bytes(stage, running, speculative) for stage in stages)
         cost = f"C128 states of {running} requests take {taken / 1e9:.1f} GB of every card, used or not"
         yield warn("request slots", f"max_running_requests={running}", cost, "--max-running-requests <your streams>")
 

@@ -24,6 +24,7 @@ INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_
 RANGES = {row.name: row.sglang for row in DEFAULTS}
 OF_ONE_HOST = (PREFILL_GRAPHS, HALVES, DEALT_PRODUCTS, DEALT_STREAMS, "dealt_index")
 NOT_BETWEEN_HOSTS = "it is for the cards of one host"
+OF_TENSORS, NOT_OF_STAGES = (PREFILL_GRAPHS, HALVES, DEALT_PRODUCTS, DEALT_STREAMS), "not with stages (--pp-size)"
 YOURS = "as in your environment"
 
 
@@ -70,6 +71,8 @@ def why_whole(r: Request) -> str | None:
         return "one card has all of them"
     if r.nodes > 1:
         return NOT_BETWEEN_HOSTS
+    if r.stages > 1:
+        return NOT_OF_STAGES
     if missing:
         return f"{missing[0]} is left out"
     if r.most_rows > all_reduce_sizes.MAX_ROWS and not r.is_reproducible:
@@ -103,7 +106,7 @@ def _in_other_orders(r: Request) -> str:
     """What of a server that is to be reproducible is SGLang's, and adds in an order that hangs on the rows."""
     theirs = [op for op in REPRODUCIBLE if op in OPS and op not in r.replaced]
     theirs += ["experts in FP8"] * (r.model.expert_format == FP8)
-    theirs += ["all_reduce"] * (r.gpus > all_reduce_sizes.ONE_ORDER_RANKS and not r.sums_are_ours)
+    theirs += ["all_reduce"] * (r.ranks > all_reduce_sizes.ONE_ORDER_RANKS and not r.sums_are_ours)
     return ", ".join(theirs)
 
 
@@ -112,6 +115,8 @@ def _why_in_vain(r: Request, name: str) -> str | None:
         return f"it is for SGLang {RANGES[name]}"
     if r.nodes > 1 and name in OF_ONE_HOST:
         return NOT_BETWEEN_HOSTS
+    if r.stages > 1 and name in OF_TENSORS:
+        return NOT_OF_STAGES
     if name == DRAFT_HEAD and not r.could_have_draft_head:
         return "bf16_linear is left out" if r.rows else "nothing drafts"
     if name == PREFILL_GRAPHS and not r.may_capture[0]:

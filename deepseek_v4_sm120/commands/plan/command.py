@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.visible import ORDER, VISIBLE
 from deepseek_v4_sm120.commands.plan import cards as kinds
-from deepseek_v4_sm120.commands.plan import hosts, launch, models, roofline
+from deepseek_v4_sm120.commands.plan import hosts, launch, models, roofline, stages
 from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
 from deepseek_v4_sm120.commands.speculation import (
@@ -53,6 +54,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="flash", help=f"{models.KNOWN} (default: flash)")
     parser.add_argument("--experts", choices=(models.FP4, models.FP8), help="format of the experts")
     parser.add_argument("--gpus", type=int, help="cards of one machine (default: those found, else 2)")
+    parser.add_argument(
+        "--pp-size", type=int, default=1, help="stages of layers in place of tensors, for long prompts (default: 1)"
+    )
     parser.add_argument("--memory", type=float, help="GB of a card as sold (default: as found, else 96 or 128)")
     parser.add_argument(
         "--card", choices=tuple(kinds.KINDS), help="of what kind they are (default: as found, else pro)"
@@ -114,7 +118,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         draft_head=choices[DRAFT_HEAD] == "on" if DRAFT_HEAD in choices else None,
         also_set={k: v for k, v in choices.items() if k not in (*switched_off, DRAFT_HEAD, PREFILL_GRAPHS)},
         prefill_graphs=_rows_of(choices.get(PREFILL_GRAPHS)),
-        sums_us=_sums(measured, gpus),
+        sums_us=_sums(measured, gpus // max(1, arguments.pp_size)),
         load=arguments.load,
         insist=arguments.insist,
         off=settings().off,
@@ -126,7 +130,10 @@ def request_of(arguments: argparse.Namespace) -> Request:
         cards=_chosen_cards(of_host, os.environ),
         given=given_cards(os.environ),
         in_use_mib=in_use_mib,
+        stages=arguments.pp_size,
     )
+    if request.stages > 1 and os.environ.get(stages.PARTITION):
+        raise CommandError(f"{stages.PARTITION}: stages of other layers than an even share are not planned; unset it")
     launch.check(request)  # a block is advised by its steps
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
 
@@ -143,12 +150,12 @@ def _speculation(request: Request, spec: str | None, block: int | None) -> Specu
         if block is not None:
             raise CommandError(f"--block {block} with --spec none: nothing drafts; leave out one of them")
         return None
-    if spec is None and block is None and request.model.no_drafter:
+    if spec is None and block is None and (request.model.no_drafter or request.stages > 1):
         return None
     algorithm = request.model.drafter if spec is None else DRAFTERS[spec]
     rows = 1 + (request.advised(algorithm).block if block is None else block)
     trained = request.model.dspark_block or UNTOUCHED_DRAFT_BLOCK
-    return Speculation(algorithm, rows, cards=request.gpus, trained=trained)
+    return Speculation(algorithm, rows, cards=request.ranks, trained=trained)
 
 
 def _sums(measured: profile.Profile, gpus: int) -> dict[str, dict[int, float]]:
@@ -260,7 +267,7 @@ def show(plan: Plan) -> None:
     r = plan.request
     drafts = r.speculation.drafts if r.speculation else "no speculation"
     where = f"{r.gpus_of_host} {r.card.name}" if r.card.is_hosts else f"{r.gpus_of_host} card(s)"
-    of_each = f" in each of {r.nodes} hosts" if r.nodes > 1 else ""
+    of_each = f" in each of {r.nodes} hosts" if r.nodes > 1 else f" in {r.stages} stages" if r.stages > 1 else ""
     console.say(
         f"{r.model.name}, {r.model.expert_format.upper()} experts, on {where} of {r.memory_mib} MiB{of_each}, SGLang "
         f"{r.sglang}: {r.concurrency} stream(s), up to {r.context:,} tokens, {drafts}"
@@ -320,13 +327,15 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     kept = "the system and what runs there" if r.card.is_hosts else "what the driver keeps"
     at_start = f"estimate: CUDA's context, NCCL, and {kept}"
     rows = [("taken in front of the weights", plan.card_bytes - plan.free_bytes, at_start)]
-    rows.append(("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}; RoPE's tables"))
+    of_stage = ", of the stage that has most" if r.stages > 1 else ""
+    rows.append(("weights", plan.weights, f"the checkpoint's shapes{of_stage}, {wo_a}{twice}; RoPE's tables"))
     rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
     if pools.window_tokens is not None:
         rows.append(
             ("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests, chunk and prefixes")
         )
-    rows.append(("KV cache", max(0.0, plan.pool_bytes - pools.fixed_bytes), f"{plan.tokens:,} tokens"))
+    tokens = f"{plan.tokens:,} tokens" + ", of the stage that has room for the fewest" * (r.stages > 1)
+    rows.append(("KV cache", max(0.0, plan.pool_bytes - pools.fixed_bytes), tokens))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
     off_by = f"the estimates may be short by {plan.off_by / 1e9:.1f}"
     rows += [("left free", plan.left_free, off_by)]
@@ -344,7 +353,7 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
         is_flash = r.model.hidden == models.FLASH.hidden  # whose sums calibrate measures
         fast, nccl = (
             roofline.step_seconds(
-                *(r.model, r.gpus, streams, context),
+                *(r.model, r.ranks, math.ceil(streams / r.stages), context),
                 wo_a_bf16=r.wo_a_bf16,
                 fast=name == "ours",
                 measured=r.sums_us.get(name) if is_flash and r.nodes == 1 else None,
@@ -354,7 +363,7 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
             for name in SUMMED_BY
         )
         is_published = is_flash and r.model.expert_format == models.FP4 and r.card is kinds.PRO
-        is_published = is_published and r.nodes == 1
+        is_published = is_published and r.nodes == r.stages == 1
         best = roofline.PUBLISHED.get((r.gpus, streams)) if is_published else None
         cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
         rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import shlex
@@ -14,8 +13,8 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
 from deepseek_v4_sm120.commands.doctor.software_checks import ATTENTION_VARIABLE
-from deepseek_v4_sm120.commands.plan import cards, choices, hosts, memory, roofline
-from deepseek_v4_sm120.commands.plan.models import FP8
+from deepseek_v4_sm120.commands.plan import cards, choices, hosts, memory, roofline, stages
+from deepseek_v4_sm120.commands.plan.models import FP8, Model
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, refuse_if_unsafe
 from deepseek_v4_sm120.ops import all_reduce_sizes
@@ -49,11 +48,15 @@ def check(request: Request) -> None:
     m = request.model
     if request.gpus < 1:
         raise CommandError(f"--gpus must be at least 1, got {request.gpus}")
+    stages.check(request)
     usable = [tp for tp in TPS if m.heads % tp == 0 and m.o_groups % tp == 0]
-    if request.gpus not in usable and request.nodes > 1:
+    if request.ranks not in usable and request.stages > 1:
+        of = f"--pp-size {request.stages} of --gpus {request.gpus} are {request.ranks} cards a stage"
+        raise CommandError(f"{of}; {m.name} divides into {usable} ranks")
+    if request.ranks not in usable and request.nodes > 1:
         of = f"--gpus {request.gpus_of_host} on each of --nodes {request.nodes} are {request.gpus} cards"
         raise CommandError(f"{of}; {m.name} divides into {usable} ranks")
-    if request.gpus not in usable:
+    if request.ranks not in usable:
         near = max([tp for tp in usable if tp <= request.gpus], default=usable[0])
         raise CommandError(f"--gpus {request.gpus}: {m.name} divides into {usable} ranks; take {near} of the cards")
     if not 1024 <= request.context <= m.max_context:
@@ -116,15 +119,16 @@ def _best(plans: list[Plan]) -> Plan:
 
 
 def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Plan:
-    m, tp, version = request.model, request.gpus, request.version
+    m, tp, version = request.model, request.ranks, request.version
     free, drafts = request.card.free_at_start(request.memory_mib * (1 << 20)), request.rows > 0
     most = request.card.most_fraction
     is_behind = drafts and version < memory.DRAFTER_FIRST_SINCE
     weights = _weights(request, drafts and not is_behind)
     has_own = drafts and not is_behind and request.speculation.algorithm == EAGLE
     given_back = memory.head_and_embedding_bytes(m, tp) if has_own else 0.0
-    sized = functools.partial(memory.pools, m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
-    pools, tails = sized(), None
+    sized = stages.sized(request, chunk, most * free - weights - given_back)
+    least = stages.least_prefix_tails(request, chunk)
+    pools, tails = sized(prefix_tails=least), least
     reserves = memory.reserves(
         m,
         tp=tp,
@@ -139,14 +143,15 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         drafter_behind=_weights(request, True) - weights if is_behind else 0.0,
         requests=request.concurrency,
         tokens=pools.tokens(most * free - weights - given_back),
+        stages=request.stages,
     )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves) - given_back
     fraction = math.floor((1 - outside / max(free, 1.0)) / STEP) * STEP
     fraction = round(max(0.0, min(most, fraction)), 2)  # as it is given to the server
     room = fraction * free - weights - given_back
     if request.may_keep_prefixes:
-        tails = _prefix_tails(request, pools, sized, chunk, room, memory.static_off_by(weights, fraction))
-        pools = pools if tails is None else sized(prefix_tails=tails)
+        wanted = _prefix_tails(request, pools, sized, chunk, room, memory.static_off_by(weights, fraction))
+        pools, tails = (pools, least) if wanted is None else (sized(prefix_tails=wanted), wanted)
     tokens = pools.tokens(room)
     return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, tails, given_back)
 
@@ -167,8 +172,13 @@ def _prefix_tails(
 
 
 def _weights(request: Request, drafts: bool) -> float:
-    """Of a card, with what shadow mode holds twice; drafts: the drafter's as well."""
-    m, tp = request.model, request.gpus
+    """Of a card, with what shadow mode holds twice; drafts: the drafter's as well. Of stages those of the one that has
+    most: SGLang sizes the pools of all by what is left there."""
+    return max(_weights_of(request, m, drafts) for m in request.model.of_stages(request.stages))
+
+
+def _weights_of(request: Request, m: Model, drafts: bool) -> float:
+    tp = request.ranks
     weights = memory.weight_bytes(m, tp, drafts=drafts, wo_a_bf16=request.wo_a_bf16)
     weights += memory.angle_tables_bytes(m, request.version, drafts)
     if request.shadow is not None:
@@ -184,7 +194,7 @@ def _prefill_rate(request: Request) -> float:
 def _decode_of_chunk(request: Request, chunk: int) -> float:
     """How many of a chunk's times a decode step takes, or one that verifies drafts and makes new ones (of DSPARK's
     drafter as of an MTP block), as far as published rates tell."""
-    sizes = request.model, request.gpus, request.concurrency, request.context // 4
+    sizes = request.model, request.ranks, request.step_requests, request.context // 4
     speeds = {"wo_a_bf16": request.wo_a_bf16, "card": request.card, "link": request.link}
     if request.speculation is None:
         ideal = roofline.step_seconds(*sizes, **speeds)
@@ -206,7 +216,8 @@ def _flags(plan: Plan) -> None:
     r, m = plan.request, plan.request.model
     add = plan.flags.append
     add(Flag("--model-path", m.path or m.name, f"{m.name}, {m.expert_format.upper()} experts"))
-    add(Flag("--tp-size", str(r.gpus), f"{plan.weights / 1e9:.1f} GB of weights a card"))
+    add(Flag("--tp-size", str(r.ranks), f"{plan.weights / 1e9:.1f} GB of weights a card"))
+    plan.flags += stages.flags(r)
     add(Flag("--trust-remote-code", "", "the checkpoint's own configuration"))
     followers = "every captured width" + ("" if "index_select" in r.replaced else " and the indexer's logits")
     add(Flag("--context-length", str(r.context), f"the longest request; {followers} grows with it"))
@@ -215,7 +226,7 @@ def _flags(plan: Plan) -> None:
     )
     add(Flag("--max-running-requests", str(r.concurrency), f"{slots}; SGLang's default is 256"))
     graphs = "--cuda-graph-max-bs" if r.version < (0, 5, 14) else "--cuda-graph-max-bs-decode"
-    add(Flag(graphs, str(r.concurrency), "no graphs for batches that cannot come"))
+    add(Flag(graphs, str(r.step_requests), "no graphs for batches that cannot come"))
     reserve = sum(x.bytes for x in plan.reserves) / memory.GIB
     add(Flag("--mem-fraction-static", f"{plan.fraction:.2f}", f"leaves {reserve:.1f} GiB of scratch, itemised above"))
     add(Flag("--chunked-prefill-size", str(plan.chunk), _chunk_reason(plan)))
@@ -306,7 +317,7 @@ def _interleaving(plan: Plan) -> None:
 
 def _notes(plan: Plan) -> None:
     r = plan.request
-    plan.notes += [*unsafe(r), *hosts.notes(r)]
+    plan.notes += [*unsafe(r), *stages.notes(r), *hosts.notes(r)]
     if r.speculation is not None and r.speculation.algorithm == DSPARK:
         plan.notes.append(
             "with our operators DSPARK has run in engines with random weights alone (docs/features.md): let the gate "
@@ -336,20 +347,20 @@ def _notes(plan: Plan) -> None:
             "them into graphs, for whose memory this plan has no room without less context or fewer streams"
         )
     if r.could_have_draft_head and r.draft_head is None:
-        held = memory.draft_head_bytes(r.model, r.gpus, r.concurrency * r.rows) / 1e9
+        held = memory.draft_head_bytes(r.model, r.ranks, r.concurrency * r.rows) / 1e9
         copy = f"a copy of the head in INT4, {held:.2f} GB a card (the best are computed by the head itself)"
         plan.notes.append(
             f"drafts guess with {copy}; compare SGLang's accept len with DSV4_SM120_SET={DRAFT_HEAD}=off"
             if r.has_draft_head
             else f"each guess reads the whole head in bf16; DSV4_SM120_SET={DRAFT_HEAD}=on gives drafts {copy}"
         )
-    if r.gpus > 2 and r.nodes == 1 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
+    if r.ranks > 2 and r.nodes == 1 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
             "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"
         )
     plan.notes += choices.in_vain(r)
-    if r.gpus > 1 and r.sums_are_ours and r.most_rows > all_reduce_sizes.MAX_ROWS:
+    if r.ranks > 1 and r.sums_are_ours and r.most_rows > all_reduce_sizes.MAX_ROWS:
         plan.notes.append(
             f"steps of {r.most_rows} rows are more than all_reduce takes ({all_reduce_sizes.MAX_ROWS}): the sums "
             "between the cards will be NCCL's, as in the column of the ceilings"

@@ -125,7 +125,7 @@ def angle_tables_bytes(m: Model, version: Version, drafts: bool) -> int:
 
 def head_and_embedding_bytes(m: Model, tp: int) -> float:
     """Of one rank; an MTP block has its own, too, until it is given the model's, when the pools have their size."""
-    return 4 * m.vocab * m.hidden / tp
+    return m.tables * 2 * m.vocab * m.hidden / tp
 
 
 def shadow_bytes(m: Model, tp: int, *, drafts: bool, replaced: Collection[str]) -> float:
@@ -176,10 +176,18 @@ class Pools:
 
 
 def pools(
-    m: Model, version: Version, *, requests: int, chunk: int, drafts: int, prefix_tails: int | None = None
+    m: Model,
+    version: Version,
+    *,
+    requests: int,
+    chunk: int,
+    drafts: int,
+    prefix_tails: int | None = None,
+    overlaps: bool = True,
 ) -> Pools:
     """`drafts` are SGLang's draft tokens, the verified one among them; 0 without speculation. `prefix_tails` of
-    --swa-prefix-tails; None: not said."""
+    --swa-prefix-tails; None: not said. overlaps: whether a step is planned while the one before runs, which it is not
+    in a pipeline."""
     speculative = drafts > 0
     padded = version >= PADDED_SINCE
     window_page = PAGE_TOKENS if padded else m.window
@@ -195,7 +203,7 @@ def pools(
     if version < PADDED_SINCE:
         return Pools(states, None, 0.0, (compressed + SWA_RATIO * slot) * draft_layer)
     tails = CACHED_PREFIXES * requests if prefix_tails is None else prefix_tails
-    slots = _window_slots(m, requests, chunk, drafts, tails)
+    slots = _window_slots(m, requests, (1 + overlaps) * chunk, drafts, tails)
     return Pools(states, slots, slots * slot * draft_layer, compressed * draft_layer, tails)
 
 
@@ -208,6 +216,12 @@ def kept_prefix_tokens(m: Model, prefix_tails: int, chunk: int) -> int:
 def prefix_tails_for(m: Model, tokens: int, chunk: int) -> int:
     """So many that the windows of prompts of so many tokens are kept."""
     return math.ceil(math.ceil(tokens / chunk) * CACHED_CHUNK_TOKENS / (m.window + PAGE_TOKENS))
+
+
+def prefix_tails_of_stages(m: Model, requests: int, chunk: int, stages: int) -> int:
+    """So many that beside SGLang's own number the slots of a chunk in each stage are there: its pool has those of one,
+    since it takes a server that overlaps no steps for one that has one chunk in flight (PADDED_SINCE)."""
+    return CACHED_PREFIXES * requests + math.ceil((stages - 1) * chunk / (m.window + PAGE_TOKENS))
 
 
 def wanted_prefix_tails(m: Model, sized: Pools, *, chunk: int, room: float, tokens: int) -> int | None:
@@ -239,11 +253,11 @@ def _entry_bytes(ratio: int, padded: bool) -> float:
     return math.ceil(entries * KV_TOKEN_BYTES / PAGE_ALIGN) * PAGE_ALIGN / entries
 
 
-def _window_slots(m: Model, requests: int, chunk: int, drafts: int, prefix_tails: int) -> int:
-    """What the scheduler can hold live (window, eviction interval, page, one step's tokens a request; two chunks in
-    flight), and the windows of `prefix_tails` prefixes."""
+def _window_slots(m: Model, requests: int, in_flight: int, drafts: int, prefix_tails: int) -> int:
+    """What the scheduler can hold live (window, eviction interval, page, one step's tokens a request; the tokens of
+    chunks in flight), and the windows of `prefix_tails` prefixes."""
     step = 2 * drafts if drafts else PAGE_TOKENS
-    live = requests * (m.window + EVICTION_INTERVAL * max(1, drafts) + PAGE_TOKENS + step) + 2 * chunk + PAGE_TOKENS
+    live = requests * (m.window + EVICTION_INTERVAL * max(1, drafts) + PAGE_TOKENS + step) + in_flight + PAGE_TOKENS
     cached = prefix_tails * (m.window + PAGE_TOKENS)
     return math.ceil((live + cached) / PAGE_TOKENS) * PAGE_TOKENS
 
@@ -356,6 +370,12 @@ def row_tables_bytes(rows: int, context: int) -> int:
     return rows * math.ceil(context / PAGE_TOKENS) * 4 + c128_list_bytes(rows, context)
 
 
+def between_stages_bytes(m: Model, rows: int, stages: int) -> int:
+    """Of a pass's streams, which go from stage to stage: those that came, and the ones before them or those that are
+    on their way; a stage that has others on both sides has both."""
+    return (2 if stages == 2 else 4) * rows * 2 * m.streams * m.hidden
+
+
 def slot_tables_bytes(requests: int, context: int, tokens: int) -> int:
     """Where each request's tokens are, an int32 for each token that it may have, used or not, and a slot for rows that
     pad; and of each token that the KV cache holds its place in the sliding windows and in the prefix cache, int64."""
@@ -420,16 +440,17 @@ def reserves(
     drafter_behind: float = 0.0,
     requests: int = 1,
     tokens: int = 0,
+    stages: int = 1,
 ) -> list[Reserve]:
     """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
     the operators that are ours; drafts: whether a draft's head is kept in INT4; captured: rows of the passes of prompts
     that are captured; halved: rows from which on a pass goes in halves, without graphs and in them, 0: none; shadow:
     whether SGLang's own run beside ours; drafter_behind: bytes of a drafter that is loaded when the pools have their
     size, which brings an embedding and a head of its own until it shares the model's; requests: slots; tokens: of
-    capacity, at most."""
+    capacity, at most; stages: of a pipeline, of whose batches each has its share of the requests."""
     heads = m.heads // tp
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
-    graphs = decode_graphs_bytes(m, tp, rows, requests, context, has_experts)
+    graphs = decode_graphs_bytes(m, tp, rows, math.ceil(requests / stages), context, has_experts)
     of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts, halved[1]) if captured else 0.0
     behind, selection = [], []
     if drafter_behind:
@@ -457,6 +478,11 @@ def reserves(
             else []
         ),
         *of_a_pass,
+        *(
+            [Reserve("streams between stages", between_stages_bytes(m, chunk, stages), f"arithmetic, chunk of {chunk}")]
+            if stages > 1
+            else []
+        ),
         *(
             [Reserve("a prompt's log-probabilities", beyond, "[rows, vocabulary] fp32 twice, beyond a pass's scratch")]
             if beyond > 0

@@ -53,6 +53,8 @@ class Model:
     dspark_stages: int = 0  # layers of that drafter
     sees_images: bool = False  # its checkpoint, of which SGLang serves the text alone
     no_drafter: str | None = None  # why its checkpoint has nothing to draft with
+    ratios: tuple[int, ...] = ()  # of compression, layer by layer
+    tables: int = 2  # of embedding and head: a stage has one of them at most
 
     @property
     def drafter(self) -> str:
@@ -71,9 +73,33 @@ class Model:
         """(compression ratio, number of layers)."""
         return ((0, self.layers_plain), (4, self.layers_c4), (128, self.layers_c128))
 
+    def of_stages(self, stages: int) -> list[Model]:
+        """What each of so many stages holds, as SGLang deals the layers (get_pp_indices): those that are over go to
+        the last ones, the embedding to the first, the head to the last."""
+        if stages == 1:
+            return [self]
+        found, first, over = [], 0, self.layers % stages
+        for stage in range(stages):
+            end = first + self.layers // stages + (stage >= stages - over)
+            own = self.ratios[first:end]
+            kinds = {"layers_plain": own.count(0), "layers_c4": own.count(4), "layers_c128": own.count(128)}
+            hashed = max(0, min(end, self.hash_layers) - first)
+            tables = (stage == 0) + (stage == stages - 1)
+            found.append(replace(self, **kinds, ratios=own, hash_layers=hashed, tables=tables))
+            first = end
+        return found
 
-FLASH = Model("Flash", 4096, 64, 1024, 8, 1024, 256, 2048, 512, 2, 21, 20, path=NAMES["flash", FP4])
-PRO = Model("Pro", 7168, 128, 1536, 16, 1024, 384, 3072, 1024, 0, 30, 31, path=NAMES["pro", FP4])
+
+FLASH = Model(
+    *("Flash", 4096, 64, 1024, 8, 1024, 256, 2048, 512, 2, 21, 20),
+    path=NAMES["flash", FP4],
+    ratios=(0, 0, *(4, 128) * 20, 4),
+)
+PRO = Model(
+    *("Pro", 7168, 128, 1536, 16, 1024, 384, 3072, 1024, 0, 30, 31),
+    path=NAMES["pro", FP4],
+    ratios=(128, 128, *(4, 128) * 29, 4),
+)
 FLASH_0731 = replace(FLASH, name="Flash-0731", path=NAMES["flash-0731", FP4], dspark_block=5, dspark_stages=3)
 BUILT_IN = {"flash": FLASH, "pro": PRO, "flash-0731": FLASH_0731}
 CHECKPOINTS = {path.lower(): key for key, path in NAMES.items()}
@@ -171,6 +197,7 @@ def from_config(text: str | Path, experts: str | None) -> Model:
         dspark_stages=0 if block is None else len(stages),
         sees_images=models_served.sees_images(found),
         no_drafter=found.get(models_served.NO_DRAFTER),
+        ratios=tuple(ratios),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,7 @@ class Request:
     interface: str | None = None  # of the network between them, by its name
     given: str = ""  # what Docker was told of cards for the container that this runs in, where those are not all
     in_use_mib: int = 0  # of one of this machine's cards, at most, when it was asked
+    stages: int = 1  # of a pipeline, of which each has so many of the layers; the cards of one are of tensors
 
     @property
     def version(self) -> memory.Version:
@@ -61,6 +63,16 @@ class Request:
     @property
     def gpus_of_host(self) -> int:
         return self.gpus // self.nodes
+
+    @property
+    def ranks(self) -> int:
+        """Cards of tensor parallelism: all of them, or those of a stage."""
+        return self.gpus // self.stages
+
+    @property
+    def step_requests(self) -> int:
+        """Of one decode step at most: a pipeline has as many batches as stages."""
+        return math.ceil(self.concurrency / self.stages)
 
     @property
     def link(self) -> Link:
@@ -88,7 +100,7 @@ class Request:
     @property
     def most_rows(self) -> int:
         """Rows of a decode or verify step, at most."""
-        return self.concurrency * max(1, self.rows)
+        return self.step_requests * max(1, self.rows)
 
     @property
     def is_reproducible(self) -> bool:
@@ -113,7 +125,7 @@ class Request:
         """The least time of a step of EAGLE with so many drafts."""
         context = min(self.context, roofline.CONTEXT)
         head_bytes = memory.DRAFT_HEAD_VALUE if draft_head else 2.0
-        sizes = self.model, self.gpus, self.concurrency, context, drafts
+        sizes = self.model, self.ranks, self.concurrency, context, drafts
         speeds = {"card": self.card, "link": self.link}
         return roofline.speculating_seconds(*sizes, wo_a_bf16=self.wo_a_bf16, head_bytes=head_bytes, **speeds)
 
@@ -139,7 +151,8 @@ class Request:
         drafts alone, which are in no graph then."""
         since = PREFILL_GRAPHS_SINCE if self.speculation is None else WITH_MTP_SINCE
         has_others = self.speculation is not None and self.speculation.algorithm != EAGLE
-        if self.version < since or has_others or self.nodes > 1 or "index_select" not in self.replaced:
+        is_parted = self.nodes > 1 or self.stages > 1
+        if self.version < since or has_others or is_parted or "index_select" not in self.replaced:
             return (0,)
         if self.prefill_graphs is not None:
             return (self.prefill_graphs,)
@@ -151,8 +164,8 @@ class Request:
     def are_whole(self) -> bool:
         """Whether something keeps all passes of a prompt's rows whole."""
         has_one_order = self.is_reproducible and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
-        compares = self.off or self.shadow is not None
-        return self.gpus == 1 or self.nodes > 1 or compares or has_one_order or asks_for(self.also_set, DEALT_STREAMS)
+        compares, is_parted = self.off or self.shadow is not None, self.nodes > 1 or self.stages > 1
+        return self.gpus == 1 or is_parted or compares or has_one_order or asks_for(self.also_set, DEALT_STREAMS)
 
     @property
     def may_halve(self) -> bool:
@@ -230,8 +243,10 @@ class Plan:
 
     @property
     def window_needed(self) -> int:
-        """Sliding-window slots that must be there at once: two chunks in flight, the window and two pages a request."""
-        return 2 * self.chunk + self.request.concurrency * (self.request.model.window + 2 * memory.PAGE_TOKENS)
+        """Sliding-window slots that must be there at once: two chunks in flight, or one in each stage, the window and
+        two pages a request."""
+        r = self.request
+        return max(2, r.stages) * self.chunk + r.concurrency * (r.model.window + 2 * memory.PAGE_TOKENS)
 
     @property
     def has_window(self) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import importlib.util
+import math
 import os
 import shlex
 import signal
@@ -24,7 +25,7 @@ from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.http_get import get
 from deepseek_v4_sm120.commands.ending import Terminated, as_interrupts
-from deepseek_v4_sm120.commands.plan import choices, hosts, launch
+from deepseek_v4_sm120.commands.plan import choices, hosts, launch, stages
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan.request import Flag, Plan
 from deepseek_v4_sm120.settings import REPORT, read_choices
@@ -87,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     extra = arguments.extra
     host, port = _address(arguments.host, str(arguments.port), "")
     check_hosts(arguments, extra)
+    check_stages(arguments.pp_size, extra)
     plan = launch.make(plan_command.request_of(arguments))
     if not plan.fits:
         raise CommandError(plan_command.why_not(plan))
@@ -100,6 +102,12 @@ def run(arguments: argparse.Namespace) -> int:
     tolerated = unsafe(plan, words, {**os.environ, **added})
     for name in dropped:
         _say(f"[serve] yours instead of the plan's: {name}")
+    taken_cards, gpus = cards_of(words), plan.request.gpus
+    if taken_cards != gpus:
+        _say(
+            f"[serve] with your own arguments the server takes {taken_cards} card(s), the plan is for {gpus}: its "
+            f"memory and flags are those of {gpus}; --gpus in front of -- plans others"
+        )
     for text in (*plan.request.profile_told, *tolerated, *choices.in_vain(plan.request)):
         _say(f"[serve] {text}")
     shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in redacted(added).items())
@@ -107,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     _say(printable(f"[serve] {shown} {line}"))
     if arguments.dry_run:
         return 0
-    _check_machine(arguments.gpus, host, port)
+    _check_machine(arguments.gpus if taken_cards == gpus else taken_cards // arguments.nodes, host, port)
     for text in [] if OTHER_CARDS.intersection(word.partition("=")[0] for word in extra) else taken(plan):
         _say(f"[serve] {text}")
     if host in LOOPBACK and facts.is_container(Path("/")):
@@ -136,6 +144,30 @@ def check_hosts(arguments: argparse.Namespace, extra: list[str]) -> None:
         raise CommandError(f"--nodes {arguments.nodes} wants --dist-init-addr: the first host's address and a port")
 
 
+def check_stages(planned: int, extra: list[str]) -> None:
+    """CommandError where stages are asked for in a way that the plan would be of another server."""
+    if (said := parallel(extra).pp_size) not in (None, planned):
+        raise CommandError(
+            f"{stages.FLAG} behind --: a plan is for so many stages, which divide its cards; say in front of it "
+            f"--gpus <all cards> {stages.FLAG} {said}"
+        )
+
+
+def parallel(words: list[str]) -> argparse.Namespace:
+    """What SGLang's argparse makes of the sizes in its command line; None: not said."""
+    parser = speculation.Parser(add_help=False)
+    for name, alias in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        parser.add_argument(f"--{name}-size", f"--{alias}-parallel-size", type=int)
+    parser.add_argument("--enable-dp-attention", action="store_true")
+    return parser.parse_known_args(words)[0]
+
+
+def cards_of(words: list[str]) -> int:
+    """So many a server takes that is started so, in all its hosts: data parallel attention divides those of tensors."""
+    found = parallel(words)
+    return (found.tp_size or 1) * (found.pp_size or 1) * (1 if found.enable_dp_attention else found.dp_size or 1)
+
+
 def _address(host: str, port: str, where: str) -> tuple[str, int]:
     """(host without brackets, port); CommandError for what no server can listen on."""
     name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -160,17 +192,21 @@ def _last(words: list[str], flag: str) -> str | None:
 def command_line(plan: Plan, host: str, port: int, extra: list[str]) -> tuple[list[str], list[str]]:
     """(words, planned flags that the user's own replace)."""
     own = {word.partition("=")[0] for word in extra if word.startswith("--")}
-    kept = [_with_slots(flag, _last(extra, SLOTS)) for flag in plan.flags if flag.name not in own]
+    slots, batches = _last(extra, SLOTS), plan.request.stages
+    kept = [_with_slots(flag, slots, batches) for flag in plan.flags if flag.name not in own]
     dropped = [flag.name for flag in plan.flags if flag.name in own]
     words = [sys.executable, "-m", "sglang.launch_server", "--host", host, "--port", str(port)]
     words += [word for flag in kept for word in (flag.name, flag.value) if word]
     return words + extra, dropped
 
 
-def _with_slots(flag: Flag, slots: str | None) -> Flag:
-    """Graphs for as many requests as the user lets run: steps of more are several times slower without."""
+def _with_slots(flag: Flag, slots: str | None, batches: int) -> Flag:
+    """Graphs for as many requests as the user lets run, steps of more are several times slower without; and batches of
+    stages that hold as many."""
     is_whole = slots is not None and slots.isascii() and slots.isdigit() and int(slots[:6]) > 0
-    return replace(flag, value=slots) if is_whole and flag.name.startswith(GRAPHS) else flag
+    if not is_whole or not flag.name.startswith((GRAPHS, stages.BATCH)):
+        return flag
+    return replace(flag, value=slots if batches == 1 else str(math.ceil(int(slots[:6]) / batches)))
 
 
 def unsafe(plan: Plan, words: list[str], environ: Mapping[str, str]) -> list[str]:
@@ -205,9 +241,9 @@ def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
     if not gpus.gpus:
         raise CommandError(f"no GPU to serve on: {gpus.problem}")
     if num_gpus is not None and len(gpus.gpus) < num_gpus:
-        raise CommandError(f"--gpus {num_gpus}, but this machine has {len(gpus.gpus)}")
+        raise CommandError(f"{num_gpus} cards are asked for, but this machine has {len(gpus.gpus)}")
     if num_gpus is not None and 0 < len(left := visible.names(os.environ)) < num_gpus:
-        raise CommandError(f"--gpus {num_gpus}, but {visible.VISIBLE}={','.join(left)} leaves {len(left)}")
+        raise CommandError(f"{num_gpus} cards are asked for, but {visible.VISIBLE}={','.join(left)} leaves {len(left)}")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
