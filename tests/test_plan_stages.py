@@ -260,6 +260,13 @@ def test_other_cards_than_the_plans_are_told_and_looked_for(asked, own, cards, t
     assert status == 0 and looked_for == [cards] and (sentence in said) is (cards != gpus)
 
 
+def test_a_file_of_arguments_is_told(told):
+    words = ("serve", *GIVEN, "--gpus", "2", "--spec", "none", "--dry-run", "--")
+    status, said = told(*words, "--config", "own.yaml")
+    assert status == 0 and "--config: its file is not read here; stages, speculation" in said
+    assert "not read here" not in told(*words, "--log-level", "debug")[1]
+
+
 def test_several_hosts_have_their_own_cards_looked_for(told, monkeypatch):
     looked_for = []
     monkeypatch.setattr(serve, "_check_machine", lambda gpus, host, port: looked_for.append(gpus))

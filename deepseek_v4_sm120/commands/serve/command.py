@@ -39,6 +39,7 @@ OTHER_CARDS |= {"--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size
 OF_HOSTS = {"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"}
 SLOTS, GRAPHS = "--max-running-requests", "--cuda-graph-max-bs"  # the second with -decode from 0.5.14 on
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
+CONFIG = "--config"  # of a file whose arguments stand in front of these
 OTHER_DRAFTER = "--speculative-draft-model"  # with -path, too: weights of another folder
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
 POLL_S, STILL_S = 0.5, 30.0
@@ -102,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     tolerated = unsafe(plan, words, {**os.environ, **added})
     for name in dropped:
         _say(f"[serve] yours instead of the plan's: {name}")
+    if CONFIG in extra:
+        _say(f"[serve] {CONFIG}: its file is not read here; stages, speculation and the like of it nobody has planned")
     taken_cards, gpus = cards_of(words), plan.request.gpus
     if taken_cards != gpus:
         _say(
