@@ -12,8 +12,9 @@ from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import import_hook, report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from tests.patching import wheels
+from tests.patching.made_http import MESSAGES, RESPONSES
 from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, LOGPROBS, SAMPLER
-from tests.patching.made_scheduler import STAGES, TREE_CORE
+from tests.patching.made_scheduler import CHECKS, STAGES, TREE_CORE
 from tests.patching.small_host import HOST
 from tests.patching.started import Python, loaded, places, resolving, run  # noqa: F401  fixtures
 
@@ -271,35 +272,11 @@ class OpenAIServingChat:
     def _process_streaming_logprobs(self, content, n_prev_token, total_output_logprobs):
         return content
 """
-RESPONSES = """
-class OpenAIServingResponses:
-    async def create_responses(self, request, raw_request=None):
-        return request
-
-    async def responses_full_generator(self, request, sampling_params, result_generator, context):
-        return request
-
-    async def responses_stream_generator_non_harmony(self, request, sampling_params, result_generator, model_name,
-                                                     tokenizer, request_metadata, created_time=None, *,
-                                                     require_reasoning):
-        yield request
-"""
 TAGS = "class BaseFormatDetector:\n    def get_structural_tag("
 TAGS += "self, tools=None, tool_choice='auto', thinking_mode=False, parallel_tool_calls=True):\n        return None\n"
 SAMPLING_PARAMS = "class SamplingParams:\n    def normalize(self, tokenizer):\n        pass\n"
 STORAGE = "class HiCacheStorage:\n    def register_mem_host_pool_v2(self, host_pool, host_pool_name):\n        pass\n"
 STORAGE += "class HiCacheFile:\n    def _get_suffixed_key(self, key):\n        return key\n"
-MESSAGES = """
-class AnthropicServing:
-    def _convert_to_chat_completion_request(self, anthropic_request):
-        return anthropic_request
-
-    async def _generate_anthropic_stream(self, adapted_request, processed_request, anthropic_request, raw_request):
-        yield adapted_request
-
-    def _convert_response(self, response):
-        return response
-"""
 RESPONSES_REQUEST = "class ResponsesRequest:\n    def to_sampling_params("
 RESPONSES_REQUEST += "self, default_max_tokens=None, default_params=None):\n        return {}\n"
 ANSWERS = """
@@ -415,6 +392,7 @@ TREE_0_5_17 = {
     "sglang/srt/managers/scheduler.py": SCHEDULER,
     "sglang/srt/managers/scheduler_pp_mixin.py": STAGES,
     "sglang/srt/managers/schedule_policy.py": SCHEDULE_POLICY,
+    "sglang/srt/managers/scheduler_components/invariant_checker.py": CHECKS,
     "sglang/srt/session/session_controller.py": "class Session:\n    def create_req(self, req):\n        return req\n",
     "sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(server_args, model_arch):\n    pass\n",
     "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",

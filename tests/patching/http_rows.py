@@ -11,7 +11,7 @@ EVERYWHERE = {
     **dict.fromkeys(("thought_counts", "unknown_tokens", "fatal_requests", "sample_seeds"), http.TOKENIZER_MANAGER),
     "whole_characters": http.FIND_PRINTABLE,
     "max_output_tokens": http.RESPONSES_REQUEST,
-    "response_errors": http.RESPONSES,
+    **dict.fromkeys(("response_errors", "stored_responses"), http.RESPONSES),
     "empty_stops": http.SAMPLING,
     "unseen_pictures": http.CHAT,
     "known_schemas": http.VALIDATOR,

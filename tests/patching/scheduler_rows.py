@@ -35,6 +35,8 @@ def expected(version: str) -> dict[str, str]:
         found["prefix_walks"] = rows.TREE_CORE if since(version, "0.5.17") else rows.UNIFIED_CACHE
     if since(version, "0.5.19"):
         found["prompts_alone"] = rows.SCHEDULER
+    else:
+        found["idle_checks"] = rows.IDLE_CHECKS.targets[since(version, "0.5.13")].where
     if since(version, "0.5.20"):
         found["short_prompts"] = rows.ADDER
     if not since(version, "0.5.21"):

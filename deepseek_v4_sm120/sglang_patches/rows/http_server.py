@@ -560,3 +560,17 @@ KNOWN_SCHEMAS = Patch(
     targets=(targets_of_fix("known_schemas")(VALIDATOR, "validator", Bound()),),
     retire="when SGLang judges a schema once, or not in that loop",
 )
+
+STORED_RESPONSES = Patch(
+    name="stored_responses",
+    why="each response over /v1/responses is stored with its whole conversation, unless a client says "
+    "\"store\": false, and none is forgotten: agents' turns fill the host's memory in days",
+    targets=(
+        targets_of_fix("stored_responses")(
+            f"{RESPONSES}.__init__",
+            "init",
+            Parameters(("self", "tokenizer_manager", "template_manager"), further="keyword-only"),
+        ),
+    ),
+    retire="when SGLang bounds what it stores",
+)

@@ -33,6 +33,9 @@ _alone, _own = targets_of_fix("prompts_alone"), targets_of_fix("own_outputs")
 PIPELINE, SENT = "sglang.srt.managers.scheduler_pp_mixin:SchedulerPPMixin", ("self", "tensor_dict", "async_send=True")
 _walks, OF_KEY = targets_of_fix("prefix_walks"), Parameters(("self", "key"))
 OF_NODE, OF_PARENT = Parameters(("self", "node", "key", "value"), "any"), Parameters(("self", "parent", "key"), "any")
+_idle = targets_of_fix("idle_checks")
+CHECKS = "sglang.srt.managers.scheduler_components.invariant_checker:SchedulerInvariantChecker"
+CHECKS_0_5_12 = "sglang.srt.managers.scheduler_runtime_checker_mixin:SchedulerRuntimeCheckerMixin"
 _mixed, BATCH = targets_of_fix("mixed_chunks"), "sglang.srt.managers.schedule_batch:ScheduleBatch"
 
 LONGEST_PROMPT = Patch(
@@ -220,6 +223,19 @@ WAITING_PROMPTS = Patch(
     ),
     retire="when SGLang remembers that there was no room",
     absent="up to 0.5.16 nobody has looked",
+)
+
+IDLE_CHECKS = Patch(
+    name="idle_checks",
+    why="an idle server looks through its whole prefix cache again and again, node by node in plain Python, and a "
+    "request that comes waits for the end of it: with thousands of nodes, as agents' turns leave them, some 10 us for "
+    "each, in front of every turn of an agent that is alone (sglang #36205 mended it in 0.5.19)",
+    targets=(
+        _idle(f"{CHECKS_0_5_12}._check_tree_cache", "check", OF_SELF, "<0.5.13"),
+        _idle(f"{CHECKS}._check_tree_cache", "check", OF_SELF, ">=0.5.13,<0.5.19"),
+    ),
+    retire="with SGLang 0.5.18",
+    absent="from 0.5.19 on SGLang does so in its own tests alone",
 )
 
 PREFIX_WALKS = Patch(
