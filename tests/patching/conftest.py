@@ -316,6 +316,7 @@ class TokenizerManager:
 
     def _send_one_request(self, tokenized_obj):
         return tokenized_obj
+    def detokenize_logprob_tokens(self, token_logprobs_val, token_logprobs_idx, decode_to_text): return []
 """
 MTP_MODEL = """
 class DeepseekV4ModelNextN:
