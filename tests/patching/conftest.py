@@ -300,12 +300,12 @@ class AnthropicServing:
     def _convert_response(self, response):
         return response
 """
+COMPLETIONS = "class OpenAIServingCompletion:\n    def _build_completion_response(self, request, ret, created): pass\n"
 RESPONSES_REQUEST = "class ResponsesRequest:\n    def to_sampling_params("
 RESPONSES_REQUEST += "self, default_max_tokens=None, default_params=None):\n        return {}\n"
 ANSWERS = """
 def find_printable_text(text):
     return text
-
 
 class TokenizerManager:
     async def _handle_batch_output(self, recv_obj):
@@ -474,6 +474,7 @@ TREE_0_5_17 = {
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
+    "sglang/srt/entrypoints/openai/serving_completions.py": COMPLETIONS,
     "sglang/srt/entrypoints/openai/serving_responses.py": RESPONSES,
     "sglang/srt/entrypoints/openai/responses_adapters.py": "def decode_custom_tool_input_prefix(buffer): pass\n",
     "sglang/srt/sampling/sampling_params.py": SAMPLING_PARAMS,
