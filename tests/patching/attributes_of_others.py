@@ -100,7 +100,7 @@ OURS = {
     "stored_responses": {"one"},
     **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
-    **{"known_schemas": {"hashed", "self.original"}, "default_thinking": {"reasoning"}},
+    **{"known_schemas": {"hashed", "self.original"}, "token_texts": {"texts"}, "default_thinking": {"reasoning"}},
     "first_requests": {"answer", "asked", "beat", "called", "given", "loop", "mark"},
     "known_turns": {"_MARK", "found", "rendered", "super()", "tokenizer", "type(tokenizer)"},
     **{"calls_or_answers": {"calls[1]"}, "own_names": {"content", "formats", "node", "type(made)"}},  # XGrammar's

@@ -277,12 +277,12 @@ TAGS += "self, tools=None, tool_choice='auto', thinking_mode=False, parallel_too
 SAMPLING_PARAMS = "class SamplingParams:\n    def normalize(self, tokenizer):\n        pass\n"
 STORAGE = "class HiCacheStorage:\n    def register_mem_host_pool_v2(self, host_pool, host_pool_name):\n        pass\n"
 STORAGE += "class HiCacheFile:\n    def _get_suffixed_key(self, key):\n        return key\n"
+COMPLETIONS = "class OpenAIServingCompletion:\n    def _build_completion_response(self, request, ret, created): pass\n"
 RESPONSES_REQUEST = "class ResponsesRequest:\n    def to_sampling_params("
 RESPONSES_REQUEST += "self, default_max_tokens=None, default_params=None):\n        return {}\n"
 ANSWERS = """
 def find_printable_text(text):
     return text
-
 
 class TokenizerManager:
     async def _handle_batch_output(self, recv_obj):
@@ -293,6 +293,7 @@ class TokenizerManager:
 
     def _send_one_request(self, tokenized_obj):
         return tokenized_obj
+    def detokenize_logprob_tokens(self, token_logprobs_val, token_logprobs_idx, decode_to_text): return []
 """
 MTP_MODEL = """
 class DeepseekV4ModelNextN:
@@ -451,6 +452,7 @@ TREE_0_5_17 = {
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
+    "sglang/srt/entrypoints/openai/serving_completions.py": COMPLETIONS,
     "sglang/srt/entrypoints/openai/serving_responses.py": RESPONSES,
     "sglang/srt/entrypoints/openai/responses_adapters.py": "def decode_custom_tool_input_prefix(buffer): pass\n",
     "sglang/srt/sampling/sampling_params.py": SAMPLING_PARAMS,

@@ -501,6 +501,30 @@ TOKEN_LOGPROBS = Patch(
     retire="when SGLang tells the bytes of DeepSeek's tokens",
 )
 
+OF_TEXTS = Parameters(("self", "token_logprobs_val", "token_logprobs_idx", "decode_to_text"))
+TOKEN_TEXTS = Patch(
+    name="token_texts",
+    why="the log-probabilities of a prompt (lm-evaluation-harness asks for them) are told with the text of each token "
+    "and of each alternative, made one by one in the loop that answers over HTTP: all streams stand still for 1.6 to "
+    "2.7 s where 100,000 tokens have one alternative each",
+    targets=(targets_of_fix("token_texts")(f"{TOKENIZER_MANAGER}.detokenize_logprob_tokens", "detokenize", OF_TEXTS),),
+    retire="when SGLang asks the tokenizer for a token's text once, or not in that loop",
+)
+
+ECHOED_PROMPTS = Patch(
+    name="echoed_prompts",
+    why="a completion of no tokens (echo, logprobs, max_tokens 0) tells the log-probability of a token that was drawn "
+    "behind the prompt's where drafts are made or a request of the same pass wants tokens: a sum depends on neighbours",
+    targets=(
+        targets_of_fix("echoed_prompts")(
+            f"{OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response",
+            "response",
+            Parameters(("self", "request", "ret", "created")),
+        ),
+    ),
+    retire="when SGLang tells nothing of what it cuts off",
+)
+
 SAMPLED_STATES = Patch(
     name="sampled_states",
     why="a stream of several answers to one prompt leaves all but one of its first notes of them, each with the "
