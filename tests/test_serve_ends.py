@@ -36,7 +36,8 @@ while True:
     time.sleep(0.05)
 """
 SUPERVISE = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests were begun in the background
 from deepseek_v4_sm120.commands.serve import command as serve
 serve.STOP_TIMEOUT_S = float(sys.argv[3])
 serve.stop.__defaults__ = (serve.STOP_TIMEOUT_S,)
