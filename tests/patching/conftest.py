@@ -277,7 +277,6 @@ TAGS += "self, tools=None, tool_choice='auto', thinking_mode=False, parallel_too
 SAMPLING_PARAMS = "class SamplingParams:\n    def normalize(self, tokenizer):\n        pass\n"
 STORAGE = "class HiCacheStorage:\n    def register_mem_host_pool_v2(self, host_pool, host_pool_name):\n        pass\n"
 STORAGE += "class HiCacheFile:\n    def _get_suffixed_key(self, key):\n        return key\n"
-COMPLETIONS = "class OpenAIServingCompletion:\n    def _build_completion_response(self, request, ret, created): pass\n"
 RESPONSES_REQUEST = "class ResponsesRequest:\n    def to_sampling_params("
 RESPONSES_REQUEST += "self, default_max_tokens=None, default_params=None):\n        return {}\n"
 ANSWERS = """
@@ -452,7 +451,6 @@ TREE_0_5_17 = {
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
-    "sglang/srt/entrypoints/openai/serving_completions.py": COMPLETIONS,
     "sglang/srt/entrypoints/openai/serving_responses.py": RESPONSES,
     "sglang/srt/entrypoints/openai/responses_adapters.py": "def decode_custom_tool_input_prefix(buffer): pass\n",
     "sglang/srt/sampling/sampling_params.py": SAMPLING_PARAMS,

@@ -10,7 +10,6 @@ EVERYWHERE = {
     **dict.fromkeys(("default_thinking", "token_logprobs"), http.CHAT),
     **dict.fromkeys(("thought_counts", "unknown_tokens", "fatal_requests"), http.TOKENIZER_MANAGER),
     **dict.fromkeys(("sample_seeds", "token_texts"), http.TOKENIZER_MANAGER),
-    "echoed_prompts": f"{http.OPENAI}.serving_completions",
     "whole_characters": http.FIND_PRINTABLE,
     "max_output_tokens": http.RESPONSES_REQUEST,
     **dict.fromkeys(("response_errors", "stored_responses"), http.RESPONSES),

@@ -511,20 +511,6 @@ TOKEN_TEXTS = Patch(
     retire="when SGLang asks the tokenizer for a token's text once, or not in that loop",
 )
 
-ECHOED_PROMPTS = Patch(
-    name="echoed_prompts",
-    why="a completion of no tokens (echo, logprobs, max_tokens 0) tells the log-probability of a token that was drawn "
-    "behind the prompt's where drafts are made or a request of the same pass wants tokens: a sum depends on neighbours",
-    targets=(
-        targets_of_fix("echoed_prompts")(
-            f"{OPENAI}.serving_completions:OpenAIServingCompletion._build_completion_response",
-            "response",
-            Parameters(("self", "request", "ret", "created")),
-        ),
-    ),
-    retire="when SGLang tells nothing of what it cuts off",
-)
-
 SAMPLED_STATES = Patch(
     name="sampled_states",
     why="a stream of several answers to one prompt leaves all but one of its first notes of them, each with the "

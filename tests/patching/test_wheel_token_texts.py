@@ -1,21 +1,17 @@
-"""How the log-probabilities of prompts are told over HTTP: each release's own code on the CPU, with ours in it."""
+"""The texts of tokens whose log-probabilities are told: each release's own code on the CPU, with ours in it."""
 
-import copy
 import random
-from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.sglang_patches.fixes import echoed_prompts, token_texts
-from deepseek_v4_sm120.sglang_patches.rows.http_server import OPENAI, TOKENIZER_MANAGER
-from tests.patching.test_wheel_answers import Record
-from tests.patching.test_wheel_wo_a import QUIET, take
+from deepseek_v4_sm120.sglang_patches.fixes import token_texts
+from deepseek_v4_sm120.sglang_patches.rows.http_server import TOKENIZER_MANAGER
+from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import every_release, fetch
 
 pytestmark = pytest.mark.usefixtures("served_card")
 
 MODULE, CLASS = TOKENIZER_MANAGER.split(":")
-UTILS, COMPLETIONS = f"{OPENAI}.utils", f"{OPENAI}.serving_completions"
 ONE, ALTERNATIVES = "detokenize_logprob_tokens", "detokenize_top_logprobs_tokens"
 
 
@@ -85,48 +81,3 @@ def test_elsewhere_it_is_sglangs(elsewhere):
     made = manager("0.5.23", ours=True)
     told(made, 0)
     assert len(made.tokenizer.asked) == 60 + 59 * 3 + 1
-
-
-# ---- echoed_prompts
-
-PROMPT = {"input_token_logprobs": [(None, 5, "a"), (-1.0, 6, "b")], "input_top_logprobs": [None, [(-0.5, 7, "c")]]}
-DRAWN = {"output_token_logprobs": [(-2.0, 8, "d")], "output_top_logprobs": [[(-2.0, 8, "d")]]}
-OF_PROMPT = (["a", "b"], [None, -1.0], [None, {"c": -0.5}])
-WITH_DRAWN = (["a", "b", "d"], [None, -1.0, -2.0], [None, {"c": -0.5}, {"d": -2.0}])
-
-
-def completed(version, asked, meta, *, ours=True):
-    """Of each answer what is told of its log-probabilities."""
-    wheel = fetch(version)
-    lists = {"LogProbs": lambda: Record(tokens=[], token_logprobs=[], text_offset=[], top_logprobs=[])}
-    lists["_lossless_token_text"] = lambda tokenizer, token, text: text
-    names = {"to_openai_style_logprobs": take(wheel, lists, "to_openai_style_logprobs", UTILS)}
-    names |= {"CompletionResponseChoice": Record, "CompletionResponse": Record, "SglExt": Record}
-    method = take(wheel, names, "OpenAIServingCompletion._build_completion_response", COMPLETIONS)
-    method = echoed_prompts.replace_response(method) if ours else method
-    made = SimpleNamespace(tokenizer_manager=QUIET, _prepare_echo_prompts=lambda request: ["ab"] * 2)
-    meta = {"id": "x", "finish_reason": {"type": "length"}, "weight_version": "1"} | meta
-    given = [{"text": "", "meta_info": copy.deepcopy(meta)} for _ in range(2)]
-    kept = copy.deepcopy(given)
-    told = method(made, Record(**{"n": 1, "logprobs": 1, "echo": True, "model": "m"} | asked), given, 0)
-    assert given == kept  # SGLang's own notes stay
-    found = [one.logprobs for one in told.choices]
-    return [one and (one.tokens, one.token_logprobs, one.top_logprobs) for one in found]
-
-
-@every_release()
-def test_a_completion_of_no_tokens_has_its_prompts_alone(version):
-    assert completed(version, {"max_tokens": 0}, PROMPT | DRAWN, ours=False) == [WITH_DRAWN] * 2  # so it is needed
-    of_top = DRAWN | {"output_token_logprobs": []}  # of a pass in which nobody wants tokens
-    for drawn in (DRAWN, of_top, {}):
-        assert completed(version, {"max_tokens": 0}, PROMPT | drawn) == [OF_PROMPT] * 2
-
-
-def test_one_of_a_token_has_its_own():
-    for most in (1, None):
-        assert completed("0.5.23", {"max_tokens": most}, PROMPT | DRAWN) == [WITH_DRAWN] * 2
-    assert completed("0.5.23", {"max_tokens": 0, "logprobs": None}, PROMPT | DRAWN) == [None] * 2
-
-
-def test_elsewhere_what_was_drawn_is_told(elsewhere):
-    assert completed("0.5.23", {"max_tokens": 0}, PROMPT | DRAWN) == [WITH_DRAWN] * 2
