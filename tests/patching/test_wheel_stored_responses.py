@@ -60,17 +60,20 @@ def serving(version, *, ours=True, spec="dsv4"):
     return made("tokens", "templates", tool_server="tools")
 
 
+def asks(name, before=None):
+    said = [{"role": "user", "content": f"{name} x"}]
+    return SimpleNamespace(request_id=name, store=True, previous_response_id=before, input=said)
+
+
 async def answers(version, one, number):
     behind = list(storing(version, "response_store"))  # answers as a whole and, from 0.5.14 on, streams
     (before,) = storing(version, "msg_store", but="response_store")
     assert len(behind) == (2 if since(version, "0.5.14") else 1)
     for index in range(number):
-        name = f"resp_{index}"
-        said = [{"role": "user", "content": f"{name} x"}]
-        request = SimpleNamespace(request_id=name, store=True, previous_response_id=None, input=said)
-        response = Response(id=name, status="completed", output=[])
-        await before(one, request, said, None, None)
-        await behind[index % len(behind)](one, request, said, response, response)
+        request = asks(f"resp_{index}")
+        response = Response(id=request.request_id, status="completed", output=[])
+        await before(one, request, request.input, None, None)
+        await behind[index % len(behind)](one, request, request.input, response, response)
 
 
 @every_release()
@@ -88,6 +91,28 @@ def test_the_last_ones_are_found_and_the_others_forgotten(version, monkeypatch):
     assert asyncio.run(kept()) == (list(range(12, 20)), 8, 8)
     for others in ({"ours": False}, {"spec": "dsv41"}):
         assert asyncio.run(kept(**others)) == (list(range(20)), 20, 20), "as SGLang has it"
+
+
+@every_release()
+def test_an_answer_that_others_overtake_is_told(version, monkeypatch):
+    """What it goes on from, and its own beginning, are forgotten until it is over."""
+    monkeypatch.setattr(fix, "KEPT", 4)
+
+    async def kept(behind):
+        one, request = serving(version), asks("resp_long", "resp_0")
+        (before,) = storing(version, "msg_store", but="response_store")
+        await answers(version, one, 1)
+        await before(one, request, request.input, None, None)
+        for name in "abcdef":
+            await before(one, asks(f"resp_{name}"), [], None, None)
+        assert not {"resp_0", "resp_long"}.intersection(one.msg_store)
+        response = Response(id="resp_long", status="completed", output=[])
+        await behind(one, request, request.input, response, response)
+        found = await one.retrieve_responses("resp_long")
+        return found is response and [said["content"] for said in one.msg_store["resp_long"]]
+
+    for behind in storing(version, "response_store"):
+        assert asyncio.run(kept(behind)) == (since(version, "0.5.20") and ["resp_0 x", "resp_long x"])
 
 
 @every_release()

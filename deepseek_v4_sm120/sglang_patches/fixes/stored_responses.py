@@ -8,6 +8,9 @@ day, until the host has no memory left. Up to 0.5.19 in all servers, from 0.5.20
 TTL or size limit", by its own help). No thread of SGLang's is known; vLLM #48275 is the same.
 
 Here both have a bound, and what was used last stays. A response that was forgotten is "not found", as behind a restart.
+From 0.5.20 on SGLang asks for the messages of the response before once more when an answer is over, and so many others
+may have come meanwhile that they are forgotten: an answer is told and kept with those that it began with. Up to 0.5.19
+one that is overtaken so is told, and not kept.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ KEPT = 4096  # responses
 KEPT_LENGTH = 256 << 20  # of their texts, and a word for each
 WORD = 16
 RUNS = ("queued", "in_progress")  # in the background: SGLang takes for granted that it finds these
+HISTORY, BEGUN = "_response_input_history", "_dsv4_sm120_begun_with"  # of the serving, 0.5.20 on; of a request, ours
 
 
 def replace_init(original: Callable) -> Callable:
@@ -31,17 +35,34 @@ def replace_init(original: Callable) -> Callable:
     def __init__(self, tokenizer_manager, template_manager, **further):
         original(self, tokenizer_manager, template_manager, **further)
         if answers_for_ours(self):
-            kept = Kept()
+            kept = Kept(tells_behind=hasattr(self, HISTORY))
             self.msg_store, self.response_store = kept.messages, kept.responses
+            if hasattr(self, HISTORY):
+                setattr(self, HISTORY, remembered(getattr(self, HISTORY), kept.messages))
 
     return __init__
+
+
+def remembered(original: Callable, messages: Messages) -> Callable:
+    """original: request -> the messages of the response before, and its own; asked as it comes and when it is over."""
+
+    @functools.wraps(original)
+    def _response_input_history(request):
+        before, known = request.previous_response_id, vars(request)
+        if before is None or before in messages or BEGUN not in known:
+            known[BEGUN] = original(request)
+        return list(known[BEGUN])
+
+    return _response_input_history
 
 
 class Kept:
     """Responses and their messages, by id; those used last."""
 
-    def __init__(self):
+    def __init__(self, *, tells_behind: bool = False):
+        """tells_behind: whether SGLang stores the messages of an answer right behind its response once more."""
         self.messages, self.responses = Messages(self), Responses(self)
+        self.tells_behind = tells_behind
         self.lengths: dict[str, int] = {}  # by last use
         self.length = 0
 
@@ -87,7 +108,8 @@ class Messages(dict):
 
 class Responses(Messages):
     def __setitem__(self, name, value):
-        if name in self.kept.messages:  # else they were forgotten while it was answered: the next turn asks for both
+        # else they were forgotten while it was answered: the next turn asks for both
+        if name in self.kept.messages or self.kept.tells_behind:
             super().__setitem__(name, value)
 
 
