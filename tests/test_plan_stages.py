@@ -6,6 +6,7 @@ import math
 import os
 import re
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,8 @@ from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import every_release, fetch
 from tests.test_plan import CONFIG, MTP, flags, request
 
-UTILS = "sglang.srt.distributed.utils"
+UTILS, SCHEDULER = "sglang.srt.distributed.utils", "sglang.srt.managers.scheduler"
+INTERVAL, OF_TURNS = "--prefill-decode-interval", ("_should_defer_prefill", "_arm_prefill_decode_interval")
 # of each release's text
 OF_A_BATCH = r"pp_max_micro_batch_size\s*=\s*max\(\s*self\.max_running_requests // [\w.()]*pp_size, 1"
 LEFT = r"get_available_gpu_memory\(\s*self.device,\s*self.gpu_id,\s*distributed=[\w.()]*world_size > 1"
@@ -47,6 +49,27 @@ def variables(monkeypatch):
 
 
 # ---- what SGLang makes of them
+
+
+@every_release("0.5.19")
+@pytest.mark.parametrize("of", [2, 4])
+def test_batches_have_the_steps_between_chunks_that_a_plan_names(version, of):
+    """By this release's own counting of turns, of which each batch has one in a row."""
+    (flag,) = (f for f in launch.make(staged(of, concurrency=8, sglang=version)).flags if f.name == INTERVAL)
+    waits, arms = (take(fetch(version), {}, f"Scheduler.{name}", SCHEDULER) for name in OF_TURNS)
+    made = SimpleNamespace(prefill_decode_interval=int(flag.value), _prefill_decode_interval_remaining=0)
+    made.require_mlp_sync = made.prefill_decode_interval_min_bs = 0
+    given = [SimpleNamespace(batch_size=lambda: 2)] * (waits.__code__.co_argcount - 1)
+    turns = []
+    for _ in range(3 * of * int(flag.value)):
+        turns.append("step" if waits(made, *given) else "chunk")
+        arms(made, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: turns[-1] == "chunk")))
+    first, second = [turn for turn, what in enumerate(turns) if what == "chunk"][:2]
+    steps = {batch: len([t for t in range(first + 1, second) if t % of == batch]) for batch in range(of)}
+    assert set(steps.values()) == {int(flag.value) // of}
+    assert flag.reason.startswith(f"{steps[0]} decode steps of each of {of} batches after each chunk: ")
+    (share,) = re.findall(r"about (\d+)% of the time", flag.reason)
+    assert 100 * launch.DECODE_SHARE <= int(share) < 40 or steps[0] == launch.MOST_INTERVAL
 
 
 @every_release()

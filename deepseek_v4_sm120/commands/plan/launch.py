@@ -193,7 +193,8 @@ def _prefill_rate(request: Request) -> float:
 
 def _decode_of_chunk(request: Request, chunk: int) -> float:
     """How many of a chunk's times a decode step takes, or one that verifies drafts and makes new ones (of DSPARK's
-    drafter as of an MTP block), as far as published rates tell."""
+    drafter as of an MTP block), as far as published rates tell. Beside streams a chunk goes through one stage after the
+    other, in the time that tensors take by our runs on two H200 without peers (590 ms for 553, 8,192 tokens)."""
     sizes = request.model, request.ranks, request.step_requests, request.context // 4
     speeds = {"wo_a_bf16": request.wo_a_bf16, "card": request.card, "link": request.link}
     if request.speculation is None:
@@ -205,11 +206,11 @@ def _decode_of_chunk(request: Request, chunk: int) -> float:
 
 def _interval(request: Request, chunk: int) -> int:
     """Decode steps after each chunk, so that decode keeps DECODE_SHARE of the time while a prompt is read, as far as
-    MOST_INTERVAL lets it."""
+    MOST_INTERVAL lets it; of a pipeline those of all batches, which SGLang counts together."""
     if request.concurrency == 1:
         return 0
     steps = DECODE_SHARE / (1 - DECODE_SHARE) / _decode_of_chunk(request, chunk)
-    return max(1, min(MOST_INTERVAL, math.ceil(steps)))
+    return max(1, min(MOST_INTERVAL, math.ceil(steps))) * request.stages
 
 
 def _flags(plan: Plan) -> None:
@@ -293,8 +294,11 @@ def _prefixes_reason(plan: Plan) -> str:
 
 
 def _interval_reason(plan: Plan) -> str:
-    decode = plan.interval * _decode_of_chunk(plan.request, plan.chunk)
-    return f"{plan.interval} decode steps after each chunk: decode keeps about {decode / (1 + decode):.0%} of the time"
+    batches = plan.request.stages
+    steps = plan.interval // batches
+    decode = steps * _decode_of_chunk(plan.request, plan.chunk)
+    of_each = f" of each of {batches} batches" if batches > 1 else ""
+    return f"{steps} decode steps{of_each} after each chunk: decode keeps about {decode / (1 + decode):.0%} of the time"
 
 
 def _is_interval_a_choice(plan: Plan) -> bool:

@@ -31,7 +31,9 @@ FOR_WHICH_LOAD = (
     "8,192 590 for 553, 8 of 1,024 549 for 527. They lose where text is written: a step of 1, 8, 32 streams took 6.4 "
     "to 8.7, 11.2 to 12.5, 24.3 to 26.6 ms, by tensors 3.7 to 4.0, 6.1, 10.9 to 11.2 (own_outputs=off 10.5 to 11.6, "
     f"13.5 to 15.2, 23.0 to 25.4). By that they pay from some {LEAST_READ} new tokens of prompts for each that is "
-    "written, with 32 streams, from 120 with one; below leave out --pp-size. More stages, stages of several cards, and "
+    "written, with 32 streams, from 120 with one; below leave out --pp-size. All this of prompts while nobody writes: "
+    "where streams have steps between chunks, these wait for each other, and a prompt gains nothing by stages (with "
+    "--prefill-decode-interval 0 it does, and all streams stand still). More stages, stages of several cards, and "
     "SM120 cards were not measured"
 )
 
