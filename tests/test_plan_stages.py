@@ -181,6 +181,16 @@ def test_the_windows_have_room_for_a_chunk_in_each_stage(sglang, of, gpus):
 
 
 @pytest.fixture
+def looked_for(monkeypatch):
+    """How many cards each start of `serve` looks for; it starts nothing."""
+    found = []
+    monkeypatch.setattr(serve, "_check_machine", lambda gpus, host, port: found.append(gpus))
+    monkeypatch.setattr(serve, "supervise", lambda words, environ, url: 0)
+    monkeypatch.setattr(serve, "taken", lambda plan: [])
+    return found
+
+
+@pytest.fixture
 def told(capsys):
     """-> (exit status, what was said) of a command line."""
 
@@ -272,11 +282,7 @@ def test_stages_behind_the_dashes_are_told_where_they_go(own, told):
         ("--gpus 2 --pp-size 2", "--tp-size 1", 2),
     ],
 )
-def test_other_cards_than_the_plans_are_told_and_looked_for(asked, own, cards, told, monkeypatch):
-    looked_for = []
-    monkeypatch.setattr(serve, "_check_machine", lambda gpus, host, port: looked_for.append(gpus))
-    monkeypatch.setattr(serve, "supervise", lambda words, environ, url: 0)
-    monkeypatch.setattr(serve, "taken", lambda plan: [])
+def test_other_cards_than_the_plans_are_told_and_looked_for(asked, own, cards, told, looked_for):
     status, said = told("serve", *GIVEN, *asked.split(), "--spec", "none", "--", *own.split())
     gpus = int(asked.split()[1])
     sentence = f"your own arguments the server takes {cards} card(s), the plan is for {gpus}: its memory and flags are"
@@ -290,11 +296,7 @@ def test_a_file_of_arguments_is_told(told):
     assert "not read here" not in told(*words, "--log-level", "debug")[1]
 
 
-def test_several_hosts_have_their_own_cards_looked_for(told, monkeypatch):
-    looked_for = []
-    monkeypatch.setattr(serve, "_check_machine", lambda gpus, host, port: looked_for.append(gpus))
-    monkeypatch.setattr(serve, "supervise", lambda words, environ, url: 0)
-    monkeypatch.setattr(serve, "taken", lambda plan: [])
+def test_several_hosts_have_their_own_cards_looked_for(told, looked_for):
     words = ("serve", *GIVEN, "--gpus", "2", "--nodes", "2", "--node-rank", "0", "--dist-init-addr", "10.0.0.1:20000")
     status, said = told(*words, "--spec", "none")
     assert status == 0 and looked_for == [2] and "the plan is for" not in said

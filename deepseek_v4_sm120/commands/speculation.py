@@ -343,6 +343,12 @@ class Parser(argparse.ArgumentParser):
         raise CommandError(f"the server's arguments: {message}")
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Cards of tensors and stages of a pipeline, by all names that SGLang has for them."""
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
+
+
 def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_block: int | None) -> Speculation | None:
     """What sglang.launch_server would make of its arguments and variables, as argparse and SGLang resolve them (topk
     must be 1, so EAGLE's rows are its steps and one); None without speculation."""
@@ -351,8 +357,7 @@ def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_bloc
     for name in ("num-steps", "eagle-topk", "num-draft-tokens", "dspark-block-size"):
         parser.add_argument(f"--speculative-{name}", type=int)
     parser.add_argument("--enable-symm-mem", action="store_true")
-    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1, dest="cards")
-    parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1, dest="stages")
+    add_sizes(parser)
     parser.add_argument("--disaggregation-mode")
     found, _ = parser.parse_known_args(words)
     if found.speculative_algorithm is None:
@@ -363,7 +368,7 @@ def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_bloc
         block = found.speculative_dspark_block_size or (rows - 1 if rows else None) or checkpoint_block or DSPARK_BLOCK
     else:
         block = EAGLE_STEPS if steps is None else steps
-    given = {"symmetric": found.enable_symm_mem, "cards": found.cards, "stages": found.stages}
+    given = {"symmetric": found.enable_symm_mem, "cards": found.tp_size, "stages": found.pp_size}
     given |= {"trained": checkpoint_block or UNTOUCHED_DRAFT_BLOCK}
     given |= {"topk": found.speculative_eagle_topk} if algorithm == EAGLE else {}
     may_have_stages = found.disaggregation_mode == "prefill" or environ.get(STAGES_VARIABLE, "").lower() in YES

@@ -4,13 +4,16 @@ import ast
 from types import SimpleNamespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120.sglang_patches.fixes import idle_checks as fix
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import IDLE_CHECKS, SCHEDULER
 from tests.patching.test_wheel_wo_a import definition, take
 from tests.patching.wheels import every_release, since
 
-OF_RELEASE = {True: IDLE_CHECKS.targets[0].where, False: IDLE_CHECKS.targets[1].where}
+
+def place(version):
+    return IDLE_CHECKS.targets[since(version, "0.5.13")].where
 
 
 def looked(wheel, where, *, ours, monkeypatch):
@@ -31,7 +34,7 @@ def looked(wheel, where, *, ours, monkeypatch):
 @every_release()
 def test_an_idle_server_does_not_look_through_its_prefix_cache(version, sglang_wheel, monkeypatch):
     wheel, mended = sglang_wheel(version), since(version, "0.5.19")
-    where = OF_RELEASE[not since(version, "0.5.13")]
+    where = place(version)
     assert looked(wheel, where, ours=True, monkeypatch=monkeypatch) == 0
     assert looked(wheel, where, ours=False, monkeypatch=monkeypatch) == (0 if mended else 1), "SGLang alone"
 
@@ -39,14 +42,12 @@ def test_an_idle_server_does_not_look_through_its_prefix_cache(version, sglang_w
 @every_release()
 def test_the_books_are_checked_beside_it(version, sglang_wheel):
     """Pools and requests by others of SGLang's functions, in front of it."""
-    module = "sglang.srt.managers.scheduler" if since(version, "0.5.13") else OF_RELEASE[True].partition(":")[0]
-    owner = (SCHEDULER if since(version, "0.5.13") else OF_RELEASE[True]).partition(":")[2].partition(".")[0]
+    module, _, name = (SCHEDULER if since(version, "0.5.13") else place(version)).partition(":")
+    owner = name.partition(".")[0]
     text = ast.unparse(definition(sglang_wheel(version), f"{owner}.on_idle", module))
     assert 0 < text.index("_check_all_pools(") < text.index("_check_tree_cache()")
 
 
 @pytest.mark.parametrize(("release", "asked"), [("0.5.12", 1), ("0.5.13", 1), ("0.5.18", 1), ("0.5.19", 0)])
 def test_it_is_mended_where_sglang_does_it(release, asked):
-    from packaging.specifiers import SpecifierSet
-
     assert sum(release in SpecifierSet(target.sglang) for target in IDLE_CHECKS.targets) == asked

@@ -18,6 +18,7 @@ from tests.patching.wheels import RELEASES, fetch, since
 
 KEYS = "sglang.srt.mem_cache.radix_cache"
 PAGE, BASE = 4, "full"
+MOST = 20_000  # copies of a tree's keys: a walk that does not end has more
 OF_RELEASE = {  # the caches that a release has for this model: without a hierarchy, and with one
     **{r: (SWA_CACHE, UNIFIED_CACHE) for r in RELEASES if not since(r, "0.5.16")},
     **{r: (UNIFIED_CACHE,) for r in RELEASES if since(r, "0.5.16") and not since(r, "0.5.17")},
@@ -136,6 +137,7 @@ def made(release, where, *, ours, left_out=()):
 
     def counted(self, part):
         copied.append(len(found := slice_of(self, part)))
+        assert len(copied) < MOST, "a walk does not end"
         return found
 
     key.__getitem__ = counted

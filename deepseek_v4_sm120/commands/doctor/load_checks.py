@@ -99,8 +99,7 @@ def _stages(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
     if new < stages.LEAST_READ:
         found = f"{a.stages}, and {new:.1f} new tokens of prompts for each that is written"
         cost = "a step took 1.6 to 2.4 times as long as by tensors on two H200; long prompts, or many, 28 to 30% less"
-        cards = (a.get("tp_size") or 1) * a.stages
-        yield warn("stages", found, cost, f"--tp-size {cards} in place of --pp-size {a.stages}; `plan` has its flags")
+        yield warn("stages", found, cost, f"--tp-size {a.cards} in place of --pp-size {a.stages}; `plan` has its flags")
 
 
 def _accepted(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:

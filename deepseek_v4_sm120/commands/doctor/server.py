@@ -130,6 +130,11 @@ class Answers:
         return self.get("pp_size") or 1
 
     @property
+    def cards(self) -> int:
+        """Of tensors, in all stages."""
+        return (self.get("tp_size") or 1) * self.stages
+
+    @property
     def most_running(self) -> int | None:
         """Requests of one step at most, as SGLang divides --max-running-requests."""
         slots, told = self.get("max_running_requests"), self.get("pp_max_micro_batch_size")
@@ -280,7 +285,7 @@ def _overlap(a: Answers) -> Iterator[Finding]:
     """Where SGLang does not turn it off by itself, as it does for pipelines, and up to 0.5.13 for speculation."""
     algorithm = a.get("speculative_algorithm")
     is_kept = a.version >= OVERLAPPED_DRAFTS_SINCE and algorithm in (EAGLE, DSPARK)
-    if a.get("disable_overlap_schedule") and (a.get("pp_size") or 1) == 1 and (not algorithm or is_kept):
+    if a.get("disable_overlap_schedule") and a.stages == 1 and (not algorithm or is_kept):
         cost = "the cards wait in every step while the host takes its tokens and prepares the next one"
         yield warn("overlap of steps", "off", cost, "remove --disable-overlap-schedule")
 
@@ -412,7 +417,7 @@ def _memory(a: Answers) -> Iterator[Finding]:
 def _timeouts(a: Answers) -> Iterator[Finding]:
     given = a.variables or {}
     set_ = [f"{name}={given[name]}" for name in REQUEST_TIMEOUTS if _is_positive(given.get(name))]
-    if set_ and (a.get("tp_size") or 1) * a.stages > 1 and a.version < TIMEOUTS_OF_ONE_RANK_SINCE:
+    if set_ and a.cards > 1 and a.version < TIMEOUTS_OF_ONE_RANK_SINCE:
         cost = "each card ends requests by its own clock: at the limit two part, and the server hangs (sglang #27221)"
         fix = "unset, or SGLang 0.5.20 or newer (#37143 mended it)"
         yield warn("request timeouts", ", ".join(set_), cost, fix)

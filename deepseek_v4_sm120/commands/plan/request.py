@@ -70,6 +70,11 @@ class Request:
         return self.gpus // self.stages
 
     @property
+    def is_parted(self) -> bool:
+        """Whether a pass goes through several hosts or stages."""
+        return self.nodes > 1 or self.stages > 1
+
+    @property
     def step_requests(self) -> int:
         """Of one decode step at most: a pipeline has as many batches as stages."""
         return math.ceil(self.concurrency / self.stages)
@@ -151,8 +156,7 @@ class Request:
         drafts alone, which are in no graph then."""
         since = PREFILL_GRAPHS_SINCE if self.speculation is None else WITH_MTP_SINCE
         has_others = self.speculation is not None and self.speculation.algorithm != EAGLE
-        is_parted = self.nodes > 1 or self.stages > 1
-        if self.version < since or has_others or is_parted or "index_select" not in self.replaced:
+        if self.version < since or has_others or self.is_parted or "index_select" not in self.replaced:
             return (0,)
         if self.prefill_graphs is not None:
             return (self.prefill_graphs,)
@@ -164,8 +168,8 @@ class Request:
     def are_whole(self) -> bool:
         """Whether something keeps all passes of a prompt's rows whole."""
         has_one_order = self.is_reproducible and self.gpus > all_reduce_sizes.ONE_ORDER_RANKS
-        compares, is_parted = self.off or self.shadow is not None, self.nodes > 1 or self.stages > 1
-        return self.gpus == 1 or is_parted or compares or has_one_order or asks_for(self.also_set, DEALT_STREAMS)
+        compares = self.off or self.shadow is not None
+        return self.gpus == 1 or self.is_parted or compares or has_one_order or asks_for(self.also_set, DEALT_STREAMS)
 
     @property
     def may_halve(self) -> bool:

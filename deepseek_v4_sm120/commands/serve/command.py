@@ -149,19 +149,20 @@ def check_hosts(arguments: argparse.Namespace, extra: list[str]) -> None:
 
 def check_stages(planned: int, extra: list[str]) -> None:
     """CommandError where stages are asked for in a way that the plan would be of another server."""
-    if (said := parallel(extra).pp_size) not in (None, planned):
+    if (said := parallel(extra, pp_size=planned).pp_size) != planned:
         raise CommandError(
             f"{stages.FLAG} behind --: a plan is for so many stages, which divide its cards; say in front of it "
             f"--gpus <all cards> {stages.FLAG} {said}"
         )
 
 
-def parallel(words: list[str]) -> argparse.Namespace:
-    """What SGLang's argparse makes of the sizes in its command line; None: not said."""
+def parallel(words: list[str], **unsaid: int) -> argparse.Namespace:
+    """What SGLang's argparse makes of the sizes in its command line; unsaid: what those are that it does not say, 1."""
     parser = speculation.Parser(add_help=False)
-    for name, alias in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        parser.add_argument(f"--{name}-size", f"--{alias}-parallel-size", type=int)
+    speculation.add_sizes(parser)
+    parser.add_argument("--dp-size", "--data-parallel-size", type=int, default=1)
     parser.add_argument("--enable-dp-attention", action="store_true")
+    parser.set_defaults(**unsaid)
     return parser.parse_known_args(words)[0]
 
 

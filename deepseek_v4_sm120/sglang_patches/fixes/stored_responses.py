@@ -35,10 +35,11 @@ def replace_init(original: Callable) -> Callable:
     def __init__(self, tokenizer_manager, template_manager, **further):
         original(self, tokenizer_manager, template_manager, **further)
         if answers_for_ours(self):
-            kept = Kept(tells_behind=hasattr(self, HISTORY))
+            history = getattr(self, HISTORY, None)
+            kept = Kept(tells_behind=history is not None)
             self.msg_store, self.response_store = kept.messages, kept.responses
-            if hasattr(self, HISTORY):
-                setattr(self, HISTORY, remembered(getattr(self, HISTORY), kept.messages))
+            if history is not None:
+                setattr(self, HISTORY, remembered(history, kept.messages))
 
     return __init__
 
