@@ -20,6 +20,7 @@ import torch  # noqa: E402
 
 from deepseek_v4_sm120.commands.layers import record  # noqa: E402
 from deepseek_v4_sm120.commands.layers.checkpoint import Checkpoint  # noqa: E402
+from deepseek_v4_sm120.commands.layers.command import INDEX_FP4  # noqa: E402
 from deepseek_v4_sm120.commands.layers.judge import Judge  # noqa: E402
 
 
@@ -29,7 +30,7 @@ def main():
     checkpoint, device = Checkpoint(folder), "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(float(sys.argv[4]))
-    judge = Judge(checkpoint.config, checkpoint, device)
+    judge = Judge(checkpoint.config, checkpoint, device, index_fp4=bool(record.facts_of(told.parent).get(INDEX_FP4)))
     sent, passes = record.Sent.of(json.loads(told.read_text())["requests"]), 0
     with torch.inference_mode():
         for one in record.read(told.parent):

@@ -13,6 +13,7 @@ ISSUE = 23
 BESIDE = {"layers_ours": "layers_stock", "layers_eagle314": "layers_stock_eagle314"}  # whose error ours is measured by
 IMPLEMENTATIONS = {
     "layers_ours": "ours, every operator on",
+    "layers_fp4_index": "ours, every operator on, index cache in FP4",
     "layers_eagle314": "ours, every operator on, EAGLE 3/1/4",
     "layers_eagle314_blind": "ours, every operator on, EAGLE 3/1/4, draft_chain=off",
     "layers_stock": "SGLang stock (FlashMLA, Hopper)",

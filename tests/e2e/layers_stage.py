@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(HERE)]
 
+import experts_stage  # noqa: E402
 from faults_stage import release  # noqa: E402
 from stages import EVERY_CALL, PAGED_EXTEND, PAGED_INDEX, SIDE_BY_SIDE_ENVIRONMENT, TWO_CARDS, eagle  # noqa: E402
 from what_ran import commit, device, read_json  # noqa: E402
@@ -38,10 +39,12 @@ OPTIONS = ["--variant", MODEL, "--load-format", "auto", "--chunk", "512", "--new
 OPTIONS += ["--graph-bs", "1", "2", "4", "--max-total-tokens", "40000", "--context", "8192", "--max-running", "8"]
 ASKED = ["--lengths", "5", "130", "700", "2600", "--batch", "9", "64", "300", "1000", "--prefix", "2600", "--radix"]
 DRAFTED = ["--lengths", "5", "130", "700", "--batch", "9", "300"]
+FP4_INDEX = ["--set", "enable_deepseek_v4_fp4_indexer=true"]
 STOCK = PAGED_EXTEND | PAGED_INDEX
 BLIND = {"DSV4_SM120_SET": "draft_chain=off"}
 CASES = {  # name -> (is it patched, its environment, what it is asked)
     "layers_ours": (True, EVERY_CALL, ASKED),
+    "layers_fp4_index": (True, EVERY_CALL | {experts_stage.VARIABLE: "fp4_cache"}, ASKED + FP4_INDEX),
     "layers_eagle314": (True, EVERY_CALL, DRAFTED + eagle(3)),
     "layers_eagle314_blind": (True, EVERY_CALL | BLIND, DRAFTED + eagle(3)),
     "layers_stock": (False, STOCK, ASKED),
@@ -58,8 +61,9 @@ def environment(name: str, work: Path) -> dict:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     patched, chosen, _ = CASES[name]
     own = SIDE_BY_SIDE_ENVIRONMENT | chosen | {"DSV4_SM120_LAYERS" if patched else "E2E_LAYERS": str(work / name)}
-    if not patched:
-        own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
+    plugin = experts_stage.PLUGIN if experts_stage.VARIABLE in chosen else None if patched else PLUGIN
+    if plugin is not None:
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(plugin), os.environ.get("PYTHONPATH"))))
     if shelf := os.environ.get("E2E_JIT_SHELF"):
         own["E2E_JIT_SHELF"] = str(work / f"{name}_shelf")
         shutil.copytree(shelf, own["E2E_JIT_SHELF"], dirs_exist_ok=True)

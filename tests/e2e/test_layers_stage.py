@@ -1,13 +1,21 @@
 """What collect.py says of an engine's layers, and how stock's are recorded. What judges them: tests/layers."""
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent / "layers_plugin")]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "layers_plugin"), str(HERE / "sm120_plugin")]
+import as_sm120  # noqa: E402
+import experts_stage  # noqa: E402
 import layer_inputs  # noqa: E402
+import layers_compare  # noqa: E402
 import layers_rows  # noqa: E402
+import layers_stage  # noqa: E402
 
-from deepseek_v4_sm120.commands.layers import verdict  # noqa: E402
+from deepseek_v4_sm120.commands.layers import record, verdict  # noqa: E402
+from deepseek_v4_sm120.commands.layers.command import INDEX_FP4  # noqa: E402
 
 
 def test_the_plugin_records_as_ours_is(tmp_path):
@@ -24,6 +32,40 @@ def test_the_plugin_records_as_ours_is(tmp_path):
 
     attention = found["sglang.srt.models.deepseek_v4.MQALayer.forward"]
     assert attention(forward, "layer", x=1, positions=2) == 3 and noted == [("layer", 1, 2)]
+
+
+def test_an_index_cache_in_fp4_is_asked_for_and_judged_as_one(tmp_path, monkeypatch):
+    """SGLang's arguments refuse it on Hopper: the engine has the plugin that lets it pass."""
+    monkeypatch.setenv("PYTHONPATH", "others")
+    monkeypatch.delenv("E2E_JIT_SHELF", raising=False)
+    _, _, asked = layers_stage.CASES["layers_fp4_index"]
+    assert f"{INDEX_FP4}=true" in asked
+    environment = layers_stage.environment("layers_fp4_index", tmp_path)
+    assert environment["PYTHONPATH"].split(":") == [str(experts_stage.PLUGIN), "others"]
+    assert set(environment[experts_stage.VARIABLE].split(",")) <= set(as_sm120.CHOICES)
+    assert experts_stage.VARIABLE not in layers_stage.environment("layers_ours", tmp_path)
+    hook = SimpleNamespace(is_gfx95_supported=lambda: False)
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", SimpleNamespace(serving_hook=hook))
+    as_sm120.CHOICES["fp4_cache"]()
+    assert hook.is_gfx95_supported()
+    judged = []
+
+    def judge(*_, index_fp4):
+        judged.append(index_fp4)
+        return SimpleNamespace(finish=list, tokens=[])
+
+    monkeypatch.setattr(record.Sent, "missing", lambda self: [])
+    for name, value in (("Checkpoint", lambda folder: SimpleNamespace(config={})), ("Judge", judge)):
+        monkeypatch.setattr(layers_compare, name, value)
+    for fp4 in (True, False):
+        place = tmp_path / str(fp4) / "record"
+        place.mkdir(parents=True)
+        (place / record.SENT).write_text(json.dumps({"requests": [{"input_ids": [1], "output_ids": [2]}]}))
+        (place / record.FACTS).write_text(json.dumps({INDEX_FP4: fp4}))
+        monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path), str(place.parent), str(tmp_path / "out")])
+        monkeypatch.setattr(record, "read", lambda folder: [])
+        layers_compare.main()
+    assert judged == [True, False]
 
 
 def rows_of(case, name="layers_ours", **others):

@@ -7,6 +7,8 @@ wide        prompts' experts by our kernels in bf16
 scaled      prompts' experts by our kernels in MXFP8, whose products are bf16's here. Marlin's method asks for them as
             FlashInfer's does, so that shadow mode has an original which runs here, with the bound of MXFP8
 fp8_index   the indexer's products in FP8
+fp4_cache   --enable-deepseek-v4-fp4-indexer may be asked for: SGLang's arguments refuse an index cache in FP4 here, but
+            its kernels that write it run
 sms=N       launches planned for N multiprocessors, fewer than the card has
 
 The report's `found` has under FOUND the calls above 256 rows by each kernel. Dummy weights of a method that wants up in
@@ -75,6 +77,12 @@ def fp8_index():
     index_select.has_fp8_mma = lambda index: True
 
 
+def fp4_cache():
+    from sglang.srt.arg_groups import serving_hook
+
+    serving_hook.is_gfx95_supported = lambda: True  # in that file's refusal alone
+
+
 def planned_for(sms):
     from deepseek_v4_sm120.ops.shared import cuda_tensors
 
@@ -92,7 +100,7 @@ def swapped(_result, model, *_, **__):
                 rows.copy_(torch.cat(rows.chunk(2, dim=1)[::-1], dim=1))
 
 
-CHOICES = {"triton": lambda: None, "wide": wide, "scaled": scaled, "fp8_index": fp8_index}
+CHOICES = {"triton": lambda: None, "wide": wide, "scaled": scaled, "fp8_index": fp8_index, "fp4_cache": fp4_cache}
 
 
 def register():
