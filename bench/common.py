@@ -133,6 +133,12 @@ def host_microseconds(call: Callable[[], object], calls: int = 300) -> float:
     return statistics.median(best)
 
 
+def eager_row(issue: int, case: str) -> Row:
+    """An eager call of torch's, to see by what hosts differ: a host_us of another machine is twice as much."""
+    x = torch.ones(4096, device="cuda")
+    return row(issue, case, "torch.neg", "host_us", round(host_microseconds(lambda: torch.neg(x)), 2))
+
+
 def copy_bandwidth_gbs() -> float:
     """Device-to-device copy of 1 GiB, bytes read plus bytes written, in 1e9 bytes a second."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").fill_(1)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -53,7 +54,8 @@ TPS, ROWS = (1, 2, 4), (1, 2, 4, 8)
 EXPERTS = 64
 HIDDEN, HEADS, LATENT, INTER = FLASH.hidden, FLASH.heads, FLASH.q_lora, FLASH.expert_width
 ENTRIES = attention_spec.CacheShape(64, 256, lengths=256)
-PROJECTIONS = "compressors and head weights"
+COMPRESSORS, HEAD_WEIGHTS = "compressors", "head weights"
+WARPS = 8, 16  # of a block of their products
 WHOLE = "1 warp beside, 1 block"
 SHARED = ("shared_gate_up", "shared_down")
 ADDED = "added by the boundary"
@@ -137,9 +139,9 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
         linear._run(x.view(rows, groups, inputs), *layer.fp8[name], out, **further, **tuned.get(name, {}))
         return out
 
-    def project(y, weight):
+    def project(name, y, weight):
         out = torch.empty((rows, len(weight)), device="cuda")
-        bf16._launch(y, weight, out, **tuned.get(PROJECTIONS, {}))
+        bf16._launch(y, weight, out, **tuned.get(name, {}))
 
     def boundary(layer, which, f, streams, post, comb, **further):
         b = layer.boundaries[which]
@@ -161,11 +163,13 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
             for stream in (beside, *compressing):
                 stream.wait_stream(main)
             qkv = product(layer, "wqkv_a", y)
-            for stream, weight in zip(compressing, (layer.index_compressor, layer.head_weights), strict=True):
+            for stream, name, weight in (
+                (compressing[0], COMPRESSORS, layer.index_compressor),
+                (compressing[1], HEAD_WEIGHTS, layer.head_weights),
+                (beside, COMPRESSORS, layer.compressor),
+            ):
                 with torch.cuda.stream(stream):
-                    project(y, weight)
-            with torch.cuda.stream(beside):
-                project(y, layer.compressor)
+                    project(name, y, weight)
             latent = empty(rows, LATENT)
             _norm_kernel[(rows,)](qkv, latent, qkv.stride(0), LATENT)
             indexing.wait_stream(main)
@@ -211,8 +215,8 @@ def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int, onl
     for op in TUNED:
         for launch, tuning in launches(num_sms).items():
             runs[f"{op}: {launch}"] = run_layers(layers, tp, rows, {op: tuning})
-    for warps in (8, 16):
-        runs[f"{PROJECTIONS}: blocks of {warps} warps"] = run_layers(layers, tp, rows, {PROJECTIONS: {"warps": warps}})
+    for op, warps in itertools.product((COMPRESSORS, HEAD_WEIGHTS), WARPS):
+        runs[f"{op}: blocks of {warps} warps"] = run_layers(layers, tp, rows, {op: {"warps": warps}})
     beside = dict.fromkeys(SHARED, launches(num_sms)[WHOLE])
     runs[f"{' and '.join(SHARED)}: {WHOLE}"] = run_layers(layers, tp, rows, beside)
     runs[f"{BOTH}: {ADDED}"] = run_layers(layers, tp, rows, beside, ("wo_b",))
@@ -240,7 +244,7 @@ def summary(report: common.Report) -> str:
     lines = []
     for case in dict.fromkeys(row.case for row in report.rows):
         lines.append((case, AS_LAUNCHED, f"{values[case, AS_LAUNCHED]:.2f}", ""))
-        for op in (*TUNED, PROJECTIONS, " and ".join(SHARED), BOTH, *map(" and ".join, ADDED_BY_IT[1:])):
+        for op in (*TUNED, COMPRESSORS, HEAD_WEIGHTS, " and ".join(SHARED), BOTH, *map(" and ".join, ADDED_BY_IT[1:])):
             cells = [(impl, us) for (of, impl), us in values.items() if of == case and impl.startswith(f"{op}: ")]
             lines += [("", impl, f"{us:.2f}", f"{values[case, AS_LAUNCHED] - us:+.2f}") for impl, us in cells]
     return common.table(("case", "launch", "us a layer", "less by"), lines)

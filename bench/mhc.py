@@ -140,6 +140,7 @@ def run_all(report: common.Report, quick: bool) -> None:
     one = make_inputs(Shape(1))
     host = round(common.host_microseconds(lambda: mhc(**one.boundary())), 2)
     report.add(common.row(ISSUE, "boundary, 1 rows", "ours", "host_us", host, note="Python and driver, eager"))
+    report.add(common.eager_row(ISSUE, "boundary, 1 rows"))
     print(f"boundary, 1 row, eager: {host} us of Python and driver", flush=True)
     for rows in BEHIND_ROWS:
         run_behind(report, rows)

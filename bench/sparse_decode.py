@@ -281,7 +281,8 @@ def run_page_tables(report: common.Report, cases, pools: Pools, generator) -> No
 def run_host_time(report: common.Report, pools: Pools, generator) -> None:
     layers = make_layers(Case("C4", 1, 16, C4), pools, generator)
     microseconds = common.host_microseconds(lambda: ours(layers.inputs[0]))
-    report.add(common.row(3, "eager call, C4, 1 x 16 heads", "ours", "host_us", round(microseconds, 2)))
+    name = "eager call, C4, 1 x 16 heads"
+    report.add(common.row(3, name, "ours", "host_us", round(microseconds, 2)), common.eager_row(3, name))
     print(f"host time of an eager call: {microseconds:.1f} us", flush=True)
 
 
