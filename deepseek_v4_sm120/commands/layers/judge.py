@@ -475,8 +475,9 @@ class Judge:
             faulty[name] = truth.index_copy(0, faulty_rows, model.answered(config, weights, other))
         if self.faults is None:
             matrices = weights("wo_a"), weights("wo_b")
+            asked_out = out[faulty_rows]  # once: it is 256 KB a row, and there are 64 heads
             for head in range(config.heads):
-                less = functools.partial(model.without_head, config, *matrices, head, out[faulty_rows])
+                less = functools.partial(model.without_head, config, *matrices, head, asked_out)
                 units.append((f"head {head}", faulty_rows, less))
             units += self.of_each_page(weights, judged, truth)
         return self.made(truth, rounded, faulty, units)
