@@ -15,7 +15,10 @@ constexpr int kMaxRows = 1 << 20;
 constexpr int kBlockRows = 32;  // of a block, where a block has all inputs
 constexpr int kInputsMultiple = 512;  // 16 warps of 32 inputs
 constexpr int kOutputsMultiple = 4;
-constexpr int kFewWarpsOutputs = 512;  // from so many on a block has half as many warps
+// Matrices whose blocks have half as many warps: of so many outputs and more, and of so few while the rows are this few.
+constexpr int kFewWarpsOutputs = 512;
+constexpr int kFewOutputs = 64;
+constexpr int kFewOutputsRows = 8;
 
 struct Params {
   const uint16_t* x;       // [rows, inputs] bf16

@@ -26,9 +26,12 @@ void with_warps(int rows, int warps, Use use) {
   with_tiles<kOutputs, kShares>(rows, use);
 }
 
-// Few for the compressors' products, which nothing waits for before the queries' products beside them are done; all for the router's and
-// the index's head weights, which have few blocks.
-int warps_of(int outputs) { return outputs >= kFewWarpsOutputs ? kFewWarps : kShares; }
+// Few for what nothing waits for before the queries' products beside it are done: the compressors' products, and the index's head weights,
+// which at more rows are as fast with all. All for the router's.
+int warps_of(int rows, int outputs) {
+  const bool is_beside = outputs >= kFewWarpsOutputs || (outputs <= kFewOutputs && rows <= kFewOutputsRows);
+  return is_beside ? kFewWarps : kShares;
+}
 
 // The most weights a block that still leave more than half of the multiprocessors one; sums do not depend on it. Half as many weights are
 // twice as many blocks, which all read x: where a block fills a multiprocessor, a second turn as long as the first.
@@ -97,7 +100,7 @@ void launch(const Params& params, int num_sms, int warps, bool pdl, cudaStream_t
   if (params.rows > kBlockRows && tiles_of<Small>(params) * 4 >= num_sms) return launch_tiles<Small>(params, launcher);
   if (warps != 0 && warps != kFewWarps && warps != kShares) throw std::runtime_error("bf16_linear: no kernel of so many warps");
   const int outputs_a_block = outputs_of_a_block(params.rows, params.outputs, num_sms);
-  with_config(params.rows, outputs_a_block, warps != 0 ? warps : warps_of(params.outputs), [&](auto c) {
+  with_config(params.rows, outputs_a_block, warps != 0 ? warps : warps_of(params.rows, params.outputs), [&](auto c) {
     using C = decltype(c);
     allowed_kernel<C>();
     const unsigned blocks = params.outputs / C::kOutputs;

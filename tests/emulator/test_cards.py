@@ -227,6 +227,15 @@ def projection():
     return functools.partial(bf16_linear.bf16_linear, x, weight)
 
 
+def test_products_beside_the_queries_leave_them_half_of_a_multiprocessor():
+    """The compressors', and the index's head weights up to 8 rows; the router's logits are waited for at once."""
+    wanted = {(64, 1): 8, (64, 8): 8, (64, 9): 16, (256, 1): 16, (512, 1): 8, (512, 32): 8, (2048, 8): 8}
+    for (outputs, rows), warps in wanted.items():
+        with emulated(runs=False, multiprocessors=188):
+            bf16_linear.bf16_linear(empty(rows, 4096), empty(outputs, 4096))
+            assert taken()[0].threads == 32 * warps, (outputs, rows)
+
+
 def experts(rows, hidden=4096, **options):
     """Of other widths by the kernels for many rows."""
     shape = moe_spec.Shape(rows, hidden=hidden, inter=256, experts=2, ids="uniform", topk=2)
