@@ -104,7 +104,7 @@ OURS = {
     },
     **{"stop_sequences": {"listening"}, "unknown_tokens": {"asked"}, "echoed_items": {"raw_request"}},
     **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
-    "stored_responses": {"one"},
+    **{"stored_responses": {"one"}, "scrapes_aside": {"app", "route"}},
     **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     **{"known_schemas": {"hashed", "self.original"}, "token_texts": {"texts"}, "default_thinking": {"reasoning"}},
