@@ -343,10 +343,14 @@ class Parser(argparse.ArgumentParser):
         raise CommandError(f"the server's arguments: {message}")
 
 
+# cards of tensors and stages of a pipeline, by all names that SGLang has for them
+SIZES = (("--tp-size", "--tensor-parallel-size", "--tp"), ("--pp-size", "--pipeline-parallel-size"))
+
+
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Cards of tensors and stages of a pipeline, by all names that SGLang has for them."""
-    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
-    parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
+    """tp_size and pp_size, 1 where they are not said."""
+    for names in SIZES:
+        parser.add_argument(*names, type=int, default=1)
 
 
 def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_block: int | None) -> Speculation | None:

@@ -61,6 +61,12 @@ OF_WALKS = {
 }
 OF_FIXES = {"long_calls": OF_LONG_CALLS, "abort_names": OF_ABORTS, "first_requests": OF_FIRST_REQUESTS, **OF_GRAMMARS}
 OF_FIXES["prefix_walks"] = OF_WALKS
+OF_FIXES["logprob_pieces"] = {
+    "metadata": ((f"{SRT}.layers.logits_processor:LogitsMetadata",),),
+    "processor": ((f"{SRT}.layers.logits_processor:LogitsProcessor",),),
+    "result": ((f"{SRT}.layers.utils.logprob:InputLogprobsResult",),),
+    "lm_head": ((f"{SRT}.lora.layers:ParallelLMHeadWithLoRA",),),
+}
 
 # what is ours, torch's or Python's, by adapter; "*": in any
 OURS = {
@@ -94,10 +100,11 @@ OURS = {
         "nccl_start": {"teller", "verdict", "peer"},
         "penalties": {"changes", "kind", "told"},
         "prompt_logprobs": {"of_pass"},
+        "logprob_pieces": {"piece"},
     },
     **{"stop_sequences": {"listening"}, "unknown_tokens": {"asked"}, "echoed_items": {"raw_request"}},
     **{"prompts_aside": {"loop"}, "response_errors": {"error"}, "fenced_copies": {"copies"}},
-    "stored_responses": {"one"},
+    **{"stored_responses": {"one"}, "scrapes_aside": {"app", "route"}},
     **{"short_prompts": {"turn", "turn.adder"}, "abort_names": {"OF_ITS_OWN", "held"}, "last_turns": {"last"}},
     **{"token_logprobs": {"tokenizer"}, "tool_strings": {"parameter"}, "min_tokens": {"tokenizer"}},
     **{"known_schemas": {"hashed", "self.original"}, "token_texts": {"texts"}, "default_thinking": {"reasoning"}},

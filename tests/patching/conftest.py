@@ -395,7 +395,8 @@ TREE_0_5_17 = {
     "sglang/srt/managers/scheduler_components/invariant_checker.py": CHECKS,
     "sglang/srt/session/session_controller.py": "class Session:\n    def create_req(self, req):\n        return req\n",
     "sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(server_args, model_arch):\n    pass\n",
-    "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",
+    "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n"
+    "def add_prometheus_middleware(app): pass\n",
     "sglang/srt/server_args.py": SERVER_ARGS,
     "sglang/srt/distributed/parallel_state.py": PARALLEL_STATE,
     "sglang/srt/distributed/device_communicators/custom_all_reduce.py": COMMUNICATOR,

@@ -16,6 +16,7 @@ EVERYWHERE = {
     "empty_stops": http.SAMPLING,
     "unseen_pictures": http.CHAT,
     "known_schemas": http.VALIDATOR,
+    "scrapes_aside": http.ADD_METRICS,
     "plain_scaling": first_uses.REPETITION,
 }
 LAST_OF_TURNS = {False: http.MESSAGES, True: http.RECIPE}  # since recipe

@@ -24,6 +24,8 @@ def expected(version: str) -> dict[str, str]:
         found["padded_rows"] = rows.GRAPH_INPUTS
     if not since(version, "0.5.15"):
         found["shared_beginnings"] = rows.SWA_CACHE
+    if not since(version, "0.5.16"):
+        found["logprob_pieces"] = sampling.LOGITS
     if since(version, "0.5.16") and not since(version, "0.5.19"):
         found["dspark_graphs"] = DSPARK_GRAPHS.targets[since(version, "0.5.17")].where
     if since(version, "0.5.17"):

@@ -520,7 +520,7 @@ def test_status_shows_what_processes_reported(python, tree, tmp_path):
     found = json.loads(file.read_text())
     assert [r["state"] for r in found["patches"] if r["target"].startswith("sglang.srt.server_args")] == ["APPLIED"] * 2
     shown = status(python, path=[host], env=env, check=False).stdout
-    assert f"pid {file.stem}, which has ended: applied argument_defaults, sm120_seams" in shown
+    assert f"pid {file.stem}, which has ended: applied argument_defaults, scrapes_aside, sm120_seams" in shown
 
 
 @pytest.mark.parametrize(

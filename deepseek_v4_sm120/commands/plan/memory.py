@@ -36,7 +36,7 @@ INDEX_SELECT_PREFILL_BYTES, INDEX_SELECT_DECODE_BYTES = 256 << 20, 64 << 20
 # libraries and NCCL are there: 94.01 GiB were free on four of them (sglang #40558), 93.56 of 95.09 on eight H20, which
 # have NVLink. More comes later
 KEPT_BY_DRIVER, AT_START, AFTER_START = 640 << 20, 1.0 * GIB, 0.75 * GIB
-LOGPROB_ROWS = 2048  # of a prompt whose log-probabilities SGLang computes at a time, from 0.5.16 on
+LOGPROB_ROWS = 2048  # of a prompt whose log-probabilities are computed at a time (up to 0.5.15 by logprob_pieces)
 # what may be short, as a share: estimates, which nobody has measured on SM120; weights by shape against published files
 ESTIMATE_OFF_BY, WEIGHTS_OFF_BY = 0.5, 0.002
 CHUNKS = (8192, 4096, 2048, 1024)

@@ -34,8 +34,9 @@ PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
 STOP_TIMEOUT_S = 30
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # by which SGLang takes other cards than the first ones, or other weights
-OTHER_CARDS = {"--base-gpu-id", "--gpu-id-step", "--model-path", "--model", "--cpu-offload-gb", "--tp-size", "--tp"}
-OTHER_CARDS |= {"--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"}
+OTHER_CARDS = {"--base-gpu-id", "--gpu-id-step", "--model-path", "--model", "--cpu-offload-gb"}.union(
+    *speculation.SIZES
+)
 OF_HOSTS = {"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"}
 SLOTS, GRAPHS = "--max-running-requests", "--cuda-graph-max-bs"  # the second with -decode from 0.5.14 on
 CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's

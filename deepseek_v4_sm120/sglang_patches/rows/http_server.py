@@ -23,6 +23,7 @@ OF_INPUT, OF_TRANSLATED = ("self", "request", "prev_response=None"), ("*", "tool
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 SAMPLING = "sglang.srt.sampling.sampling_params:SamplingParams"
 VALIDATOR = f"{OPENAI}.serving_chat:Draft202012Validator"
+ADD_METRICS = "sglang.srt.utils.common:add_prometheus_middleware"
 CUSTOM_INPUT = f"{OPENAI}.responses_adapters:decode_custom_tool_input_prefix"
 FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 
@@ -561,6 +562,13 @@ PROMPTS_ASIDE = Patch(
     ),
     absent="up to 0.5.21 the chat API's stop them, too",
     retire="when SGLang makes these in a thread",
+)
+
+SCRAPES_ASIDE = Patch(
+    name="scrapes_aside",
+    why="while /metrics is written, which Prometheus asks for each few seconds, all streams of the server stand still",
+    targets=(targets_of_fix("scrapes_aside")(ADD_METRICS, "add", Parameters(("app",)), rebound=True),),
+    retire="when SGLang writes them beside the loop that answers",
 )
 
 KNOWN_SCHEMAS = Patch(

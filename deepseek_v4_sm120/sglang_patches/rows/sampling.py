@@ -30,7 +30,9 @@ _sampling, _argmax = map(targets_of, ("sampling", "greedy_argmax"))
 _min_p_verify = targets_of_fix("min_p_verify")
 _penalties, _prompt_logprobs = targets_of_fix("penalties"), targets_of_fix("prompt_logprobs")
 _seeded_draws, _min_tokens = targets_of_fix("seeded_draws"), targets_of_fix("min_tokens")
-_asked_tokens = targets_of_fix("asked_tokens")
+_asked_tokens, _pieces = targets_of_fix("asked_tokens"), targets_of_fix("logprob_pieces")
+LOGITS = "sglang.srt.layers.logits_processor:LogitsProcessor"
+PIECES = ("pruned_states", "sample_indices", "input_logprob_indices", "token_to_seq_idx", "lm_head", "logits_metadata")
 _certain_tokens, CHAIN = targets_of_fix("certain_tokens"), "reject_sampling:chain_speculative_sampling_triton"
 CUMULATE = "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens"
 VERIFIED_BLOCKS = Parameters(("self", "*", "batch"), further="keyword-only")
@@ -223,6 +225,19 @@ ASKED_TOKENS = Patch(
     ),
     absent="from 0.5.21 on all are tensors",
     retire="with SGLang 0.5.20",
+)
+
+LOGPROB_PIECES = Patch(
+    name="logprob_pieces",
+    why="a long prompt whose log-probabilities are asked for has all of a pass's rows by the vocabulary in float32, "
+    "twice: 8.5 GB of 8,192, and the server ends where a card has less. SGLang's own way in pieces is off, and tells "
+    "wrong alternatives (sglang #31498 mended it)",
+    targets=(
+        _pieces(f"{LOGITS}.__init__", "init", Parameters(("self", "config"), further="any"), "<0.5.16"),
+        _pieces(f"{LOGITS}.process_input_logprobs_by_chunk", "by_chunk", Parameters(("self", *PIECES)), "<0.5.16"),
+    ),
+    absent="from 0.5.16 on SGLang's pieces are on, and right",
+    retire="with SGLang 0.5.15",
 )
 
 SEEDED_DRAWS = Patch(
