@@ -10,11 +10,12 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import cards, host_cache, launch, memory
 from deepseek_v4_sm120.commands.serve import command as serve
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import every_release, fetch, members, since, tree
+from tests.patching.wheels import content, every_release, fetch, members, since, tree
 from tests.test_plan import flags, request
 
 ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 POOL, AUTO = "sglang.srt.mem_cache.deepseek_v4_memory_pool", "sglang.srt.mem_cache.hicache_auto_size"
+ARGUMENTS = ("sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/serving.py")
 FIRST = ".".join(map(str, host_cache.SINCE))
 
 
@@ -150,3 +151,21 @@ def test_serve_asks_the_host_for_that_memory_first(available_gb, is_enough, monk
     said = capsys.readouterr().err
     assert ("the machine is next" in said) == is_enough
     assert is_enough or f"at most --host-cache {int(available_gb - 10 * 2**30 / 1e9)}" in said
+
+
+@every_release()
+def test_an_answers_usage_tells_what_was_cached_where_it_is_asked_for(version):
+    """By the argument that plans set, which each release's server has."""
+    assert launch_flags(version)["--enable-cache-report"] == ""
+    declared = {name: content(fetch(version), name) for name in ARGUMENTS if name in members(fetch(version))}
+    assert any("    enable_cache_report: " in text for text in declared.values())
+    names = {"sum": sum, "range": range, "len": len, "PromptTokensDetails": SimpleNamespace}
+    names |= {"UsageInfo": SimpleNamespace, "CompletionTokensDetails": SimpleNamespace, "final": lambda kind: kind}
+    usage = take(fetch(version), names, "UsageProcessor", "sglang.srt.entrypoints.openai.usage_processor")
+    answers = [{"meta_info": {"prompt_tokens": 900, "cached_tokens": 768, "completion_tokens": 5}}]
+    told, untold = (usage.calculate_response_usage(answers, 1, asked) for asked in (True, False))
+    assert told.prompt_tokens_details.cached_tokens == 768 and untold.prompt_tokens_details is None
+
+
+def launch_flags(version):
+    return flags(launch.make(request(gpus=2, sglang=version, concurrency=4)))
