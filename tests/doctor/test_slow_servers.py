@@ -539,3 +539,25 @@ def test_what_prompts_found_in_the_prefix_cache_is_told(info, cached, asked, wor
     (told,) = [f for f in server.checks(answers) if f.check == "cached prompts"] or (None,)
     assert (told and told.found.partition(" nine tenths")[0]) == words
     assert told is None or told.state == OK
+
+
+@pytest.mark.parametrize(
+    ("evicted", "more", "words"),
+    [
+        (700_000.0, {}, "600,000 tokens dropped 700,000 for others"),
+        (700_000.0, {}, "--host-cache"),
+        (700_000.0, {"hicache_host_total_tokens": 900_000.0}, "(and 900,000 in the host's memory)"),
+        (700_000.0, {"hicache_host_total_tokens": 900_000.0}, "a larger --hicache-ratio"),
+        (300_000.0, {}, "what parts their prompts"),
+        (None, {}, "what parts their prompts"),
+    ],
+)
+def test_a_conversation_whose_prefix_was_dropped_is_told_from_one_that_parts(evicted, more, words):
+    """Of a million tokens 800,000 were read anew: where the KV cache dropped about as many, for want of room."""
+    metrics = {"token_usage": 0.3, "prompt_tokens_total": 1_000_000.0, "cached_tokens_total": 200_000.0, **more}
+    metrics |= {"num_requests_total": 10.0} | ({} if evicted is None else {"evicted_tokens_total": evicted})
+    answers = server.Answers(PLANNED | {"max_total_num_tokens": 600_000}, metrics, model_type="deepseek_v4")
+    (told,) = [f for f in server.checks(answers) if f.check == "cached prompts"]
+    assert words in told.found and told.state == OK
+    assert ("dropped" in told.found) != ("parts their prompts" in told.found)
+    assert ("--host-cache" in told.found) != bool(more) or "parts" in words

@@ -4,7 +4,8 @@
 
 Real are the prefix cache, the controller with its threads, the host's pools and the files. Copies and passes are put on
 streams, and are as late as these allow; threads take turns. The device's pools are three layers: without compression,
-of short groups with an indexer, and of long groups. Each slot of each holds a hash, as slots_model's.
+of short groups with an indexer, and of long groups. Each slot of each holds a hash, as slots_model's. From 0.5.21 on
+the tree is the one in Rust where Python is 3.12, for which the wheels have it; whose pages the host's are is not asked.
 """
 
 import ctypes
@@ -228,6 +229,9 @@ class Load(load.Load):
     def look_at_host(self):
         """Every page of the host is free or the prefix cache's."""
         tree, owned = self.scheduler.tree_cache, {"KV": [], "SWA": []}
+        if type(tree.tree_core).__name__ != "UnifiedTreeCore":  # but the one in Rust
+            tree.sanity_check()
+            return
         nodes = [tree.root_node]
         while nodes:
             nodes += (node := nodes.pop()).children.values()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from deepseek_v4_sm120.commands import streaming_session
 from deepseek_v4_sm120.commands.console import CommandError, one_line
-from deepseek_v4_sm120.commands.doctor import load_checks, model_checks
+from deepseek_v4_sm120.commands.doctor import host_cache_checks, load_checks, model_checks
 from deepseek_v4_sm120.commands.doctor.finding import OK, Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.commands.doctor.http_get import check_url, get
 from deepseek_v4_sm120.commands.plan import memory, models
@@ -81,6 +81,8 @@ FIELDS = {
     "enable_dp_attention": (SWITCH, False),
     "dp_size": (WHOLE, False),
     "attn_dp_size": (WHOLE, False),  # 0.5.22 and later, where dp_size is 1 beside it
+    "enable_hierarchical_cache": (SWITCH, False),
+    "hicache_write_policy": (WORDS, False),
     "swa_prefix_tails": (WHOLE, False),  # 0.5.21 and later
     "swa_full_tokens_ratio": (SHARE, False),
     "_swa_full_tokens_ratio_explicitly_set": (SWITCH, False),
@@ -574,6 +576,7 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
         _timeouts,
         _prefixes,
         _small_windows,
+        host_cache_checks.findings,
         _unsafe_speculation,
         _speculation,
     ),

@@ -73,6 +73,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load", choices=(TEXT, STRUCTURE), default=TEXT, help="what is written: prose, or code and tool calls"
     )
+    parser.add_argument(
+        "--host-cache", type=float, metavar="GB", help="of the host's memory, for cached prompts beyond the KV cache"
+    )
     parser.add_argument("--insist", action="store_true", help="take a speculation that is known to answer wrongly")
     parser.add_argument("--sglang", help="its version (default: the one found here, else " + DEFAULT_SGLANG + ")")
     parser.add_argument("--profile", help="file that `calibrate` wrote (default: DSV4_SM120_PROFILE)")
@@ -131,6 +134,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         given=given_cards(os.environ),
         in_use_mib=in_use_mib,
         stages=arguments.pp_size,
+        host_cache_gb=arguments.host_cache,
     )
     if request.stages > 1 and os.environ.get(stages.PARTITION):
         raise CommandError(f"{stages.PARTITION}: stages of other layers than an even share are not planned; unset it")

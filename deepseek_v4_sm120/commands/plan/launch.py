@@ -13,7 +13,7 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
 from deepseek_v4_sm120.commands.doctor.software_checks import ATTENTION_VARIABLE
-from deepseek_v4_sm120.commands.plan import cards, choices, hosts, memory, roofline, stages
+from deepseek_v4_sm120.commands.plan import cards, choices, host_cache, hosts, memory, roofline, stages
 from deepseek_v4_sm120.commands.plan.models import FP8, Model
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, refuse_if_unsafe
@@ -49,6 +49,7 @@ def check(request: Request) -> None:
     if request.gpus < 1:
         raise CommandError(f"--gpus must be at least 1, got {request.gpus}")
     stages.check(request)
+    host_cache.check(request)
     usable = [tp for tp in TPS if m.heads % tp == 0 and m.o_groups % tp == 0]
     if request.ranks not in usable and request.stages > 1:
         of = f"--pp-size {request.stages} of --gpus {request.gpus} are {request.ranks} cards a stage"
@@ -239,6 +240,8 @@ def _flags(plan: Plan) -> None:
     add(Flag("--reasoning-parser", "deepseek-v4", "thoughts apart from the answer"))
     add(Flag("--tool-call-parser", "deepseekv4", "tool calls as calls, not as markup"))
     add(Flag("--enable-metrics", "", "for `doctor --url`"))
+    add(Flag("--enable-cache-report", "", "each answer's usage says how many tokens of its prompt were cached"))
+    plan.flags += host_cache.flags(plan)
     _interleaving(plan)
     plan.flags += hosts.flags(r)
     env = plan.environment.append
@@ -321,7 +324,7 @@ def _interleaving(plan: Plan) -> None:
 
 def _notes(plan: Plan) -> None:
     r = plan.request
-    plan.notes += [*unsafe(r), *stages.notes(r), *hosts.notes(r)]
+    plan.notes += [*unsafe(r), *stages.notes(r), *hosts.notes(r), *host_cache.notes(plan)]
     if r.speculation is not None and r.speculation.algorithm == DSPARK:
         plan.notes.append(
             "with our operators DSPARK has run in engines with random weights alone (docs/features.md): let the gate "

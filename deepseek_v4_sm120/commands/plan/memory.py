@@ -262,6 +262,16 @@ def _window_slots(m: Model, requests: int, in_flight: int, drafts: int, prefix_t
     return math.ceil((live + cached) / PAGE_TOKENS) * PAGE_TOKENS
 
 
+def cached_bytes(m: Model, tokens: int, window_tokens: int, speculative: bool) -> float:
+    """Of one card's pools, as they are and not as they are priced: the entries of so many tokens, the sliding windows
+    (a drafter's layer with them) and what of the C4 compressors' states belongs to those."""
+    entries = (
+        m.layers_c4 * (_entry_bytes(4, True) + INDEX_KEY_BYTES) / 4 + m.layers_c128 * _entry_bytes(128, True) / 128
+    )
+    states = (16 if speculative else 8) / PAGE_TOKENS * _c4_state_bytes(m)
+    return tokens * entries + window_tokens * ((m.layers + speculative) * _entry_bytes(1, True) + states)
+
+
 def c128_state_bytes(m: Model, requests: int, speculative: bool) -> int:
     """Compressor state of the C128 layers, held for every request slot, used or not (REQUEST_STATES_SINCE)."""
     ring = 256 if speculative else 128
