@@ -53,8 +53,8 @@ def test_every_sublayer_is_that_of_transformers(unrounded):
 FAULTS = {
     **{"window": 127, "sees_itself": False, "position": 1, "yarn_without_entries": True, "entries_early": -1},
     **{"overlap": False, "ape": False, "index_share": 7 / 8, "sink": False, "rotates_back": False},
-    **{"hashed": False, "bias_in_weights": True, "renormalize": False, "routed_scale": 1.0, "shared_expert": False},
-    **{"swiglu_limit": False, "mixing_turned": True, "sees_before": 100, "yarn": False},
+    **{"hashed": False, "next_expert": True, "bias_in_weights": True, "renormalize": False, "routed_scale": 1.0},
+    **{"shared_expert": False, "swiglu_limit": False, "mixing_turned": True, "sees_before": 100, "yarn": False},
     **{"unit_queries": False, "rounds": True},
     "index": Rules(yarn=False),
 }

@@ -110,7 +110,7 @@ def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys)
 
 def test_where_no_kernel_ran_the_last_line_says_so(capsys, monkeypatch):
     monkeypatch.setattr(extension, "explain", lambda: None)
-    monkeypatch.setattr(selftest, "_run", lambda check, missing: selftest.Outcome("a", "b", "NOT RUN", "c", 0.0))
+    monkeypatch.setattr(selftest, "_run", lambda *_: selftest.Outcome("a", "b", "NOT RUN", "c", 0.0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert selftest.main(["--quick"]) == 0
     assert "No kernel was run: no GPU: torch" in capsys.readouterr().out.splitlines()[-1]
@@ -129,12 +129,36 @@ def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(extension, "explain", lambda: None)
     run = selftest._run
-    monkeypatch.setattr(selftest, "_run", lambda check, missing: run(replace(check, run=str), missing))
+    monkeypatch.setattr(selftest, "_run", lambda check, *given: run(replace(check, run=str), *given))
     status, found = outcomes(capsys)
     on_gpu = {name for name, check in found.items() if "no GPU" in check["detail"]}
     assert status == 0 and on_gpu and {found[name]["result"] for name in on_gpu} == {"NOT RUN"}
     status, found = outcomes(capsys, "--require-gpu")
     assert status == 1 and {name for name, check in found.items() if check["result"] == "FAIL"} == on_gpu
+
+
+@pytest.mark.parametrize("said", ["CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: out of memory"])
+def test_a_card_that_others_fill_is_no_fault_of_an_operator(said, monkeypatch):
+    """As beside a running server; but where the card has room, and wherever a GPU is required."""
+
+    def fails():
+        raise torch.OutOfMemoryError(said) if "Tried" in said else RuntimeError(said)
+
+    def result(free_gib, require_gpu=False, check=fails):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 96 << 30))
+        return selftest._run(Check("op", "large", check), {}, require_gpu)
+
+    def wrong():
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    found = result(3)
+    assert (found.result, found.detail[:40]) == (selftest.NOT_RUN, "3072 of 98304 MiB are free on this card:")
+    every = [result(20), result(3, require_gpu=True), result(3, check=wrong)]
+    assert [one.result for one in every] == [selftest.FAIL] * 3 and said in every[0].detail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert result(3).result == selftest.FAIL
 
 
 @pytest.mark.parametrize("quick", [True, False])

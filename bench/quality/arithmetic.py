@@ -1,6 +1,7 @@
 """Gate 5: word problems with a number as the answer: GSM8K from a local file, or a small set of our own for smoke.
 
-Few-shot, greedy, the number after "####" counts. A share may be wrong; an answer without any text is none that a model
+Few-shot, greedy, the number after "####" counts. A share may be wrong, and what is below the bar by no more than a
+server at the bar is by chance is INCOMPLETE (verdict.too_few); an answer without any text is none that a model
 gives, and fails whatever the share. `--lm-eval` hands the work to lm-evaluation-harness instead, where that is
 installed and has its data at hand. The shipped set only shows that a server can add; it is no benchmark.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.quality import whole
-from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of
+from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of, too_few
 from bench.serving.endpoint import Endpoint
 
 NAME = "arithmetic"
@@ -187,4 +188,7 @@ def run(options: argparse.Namespace) -> Verdict:
         f"{len(asked) - len(wrong)} of {len(asked)} right (bar {options.min_score:.0%}), {len(empty)} empty, {what}"
     )
     figures = {"score": score, "standard_error": error}
-    return Verdict(NAME, score >= options.min_score and not empty, summary, empty + findings, figures)
+    passed = score >= options.min_score and not empty
+    incomplete = "" if empty else too_few(len(asked) - len(wrong), len(asked), options.min_score)
+    incomplete += " (of --data, GSM8K's test.jsonl, all: without --limit)" if incomplete else ""
+    return Verdict(NAME, passed, summary, empty + findings, figures, incomplete=incomplete)

@@ -2,7 +2,9 @@
 log-probabilities.
 
 A server that passes gives a user the same text whatever else it is doing. Stock kernels do not promise that: they may
-choose other splits for other batches. Parting at a tie is stated and, unless --strict, is no fault.
+choose other splits for other batches. Parting at a tie is stated and, unless --strict, is no fault. A prompt that is
+answered otherwise when it is asked alone twice, by a third as much in a log-probability or in a token, shows that this
+is not company's doing: INCOMPLETE, unless --strict.
 
 The others are streamed: the prompt is sent when each has its first token, and none may have its last before the prompt
 has its own. A server that runs fewer at once leaves the gate incomplete. Half of them are sampled (`--sampled`): as
@@ -75,13 +77,6 @@ def among_others(
     return answer, [one for one, _ in found], in_flight.around([times for _, times in found], begin_s, end_s)
 
 
-def logprob_difference(first: Answer, second: Answer) -> float:
-    """The greatest difference of the chosen tokens' log-probabilities as far as the texts agree."""
-    end = greedy.first_difference(first.ids, second.ids)
-    pairs = list(zip(first.logprobs, second.logprobs, strict=True))[:end]
-    return max((abs(a - b) for a, b in pairs), default=0.0)
-
-
 class Comparison:
     """What was found so far, and how one more pair of answers is judged."""
 
@@ -92,6 +87,7 @@ class Comparison:
         self.worst = self.own = 0.0
         self.alone: list[list[int]] = []
         self.company = options.others
+        self.doubt = ""  # where answers part that may do so without any company
         self.not_drawn = 0  # of the first prompt's company: sampled, and yet the greedy answer
 
     def ask_alone(self, prompt: list[int], where: str) -> Answer:
@@ -107,10 +103,17 @@ class Comparison:
 
     def part(self, index: int, prompt: list[int], first: Answer, second: Answer, names: tuple[str, str]) -> None:
         """Where two answers to one prompt part, and whether that is a fault."""
-        if (place := greedy.divergence(self.endpoint, index, prompt, first, second, self.options.tie)) is not None:
-            self.ties += place.tie
-            self.faults += not place.tie or self.options.strict
-            self.findings.append(place.text(*names))
+        place = greedy.divergence(self.endpoint, index, prompt, first, second, self.options.tie)
+        if place is None:
+            return
+        self.ties += place.tie
+        self.findings.append(place.text(*names))
+        if place.tie or self.options.strict:
+            self.faults += self.options.strict
+        elif greedy.is_own(self.endpoint, prompt, self.options.new, place):
+            self.doubt = self.doubt or place.text(*names)
+        else:
+            self.faults += 1
 
     def see_others(self, prompts: list[list[int]], answers: list[Answer]) -> None:
         """Whether the `answers` to `prompts`, which ran beside each other and the prompt, begin as they do alone."""
@@ -133,6 +136,7 @@ class Comparison:
         self.alone.append(alone.ids)
         if self.faults > before:  # answers that are none need no comparison
             return
+        self.own = max(self.own, greedy.logprob_difference(alone, again))
         greedy.forget(self.endpoint)
         crowded, theirs, company = among_others(self.endpoint, prompt, others, options.new, 1, options.sampled)
         self.look(crowded, options.new, f"prompt {index}, among {options.others} others")
@@ -145,9 +149,8 @@ class Comparison:
             self.see_others(others[options.sampled :], theirs[options.sampled :])
             if options.sampled:
                 self.see_drawn(others[: options.sampled], theirs[: options.sampled])
-        self.own = max(self.own, logprob_difference(alone, again))
         self.part(index, prompt, alone, again, ("alone", "alone again"))
-        difference = logprob_difference(alone, crowded)
+        difference = greedy.logprob_difference(alone, crowded)
         self.worst = max(self.worst, difference)
         if options.strict and difference > 0:
             self.faults += 1
@@ -188,7 +191,9 @@ def run(options: argparse.Namespace) -> Verdict:
         + f"{found.worst:.4g} (alone twice: {found.own:.4g})"
     )
     incomplete = ""
-    if not found.faults and found.company < options.others:
+    if not found.faults and found.doubt:
+        incomplete = f"the server gives other answers by itself, without any company: {found.doubt}"
+    elif not found.faults and found.company < options.others:
         instead = f"--others {max(1, found.company)}"
         incomplete = in_flight.serialised(endpoint, found.company + 1, options.others + 1, instead)
     elif not found.faults:

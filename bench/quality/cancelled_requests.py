@@ -6,8 +6,9 @@ its first byte has come (in the queue or the prefill), one is ended through /abo
 one must come whole, and asked again alone, after the storm, it may not part by a token that is not among the 20 best
 there (a batch may move what is closer: that is only counted). Then the server must say (/v1/loads) that nothing runs or
 waits, and that no more of the KV cache is in use than before. Prompts that were asked twice before the storm are asked
-again: where the two answers were the same to the bit, so must the third be; where the server wavers by itself, ties are
-stated as everywhere.
+again: where the two answers were the same to the bit, log-probabilities too, so must the third be (a tie is none of the
+storm's where the answer is another one again when it is asked once more); where the server wavers by itself, ties are
+stated as everywhere, and what is wider lets nothing be said.
 
 INCOMPLETE: no load is told; no request was seen running, or none held a token; an answer beside the storm is another
 one alone and log-probabilities are refused, so that nobody can say by how much; no abort was confirmed by the end of
@@ -19,6 +20,7 @@ Not seen: memory outside of the KV cache's own count, that of the host, and what
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 import uuid
@@ -26,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from bench.quality import greedy, server_load, whole
-from bench.quality.batch_invariance import logprob_difference
 from bench.quality.server_load import Load
 from bench.quality.verdict import Verdict, at_least, endpoint_of
 from bench.serving.answers import Answer
@@ -142,6 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settle", type=float, default=60.0, help="seconds until nothing may run or wait any more")
 
 
+def is_same(one: Answer, other: Answer) -> bool:
+    """To the bit, as far as it is told."""
+    return one.ids == other.ids and one.logprobs == other.logprobs
+
+
 class Answers:
     """The prompts' answers, each alone and with an emptied cache. `top`: 0 where log-probabilities are refused."""
 
@@ -174,18 +180,30 @@ class Answers:
                 return place.text("before the storm", "again before it")
         return ""
 
-    def changes(self, first: list[Answer], second: list[Answer], after: list[Answer]) -> tuple[list[str], int]:
-        """(what the storm changed, the ties that it did not)."""
-        found, ties = [], 0
+    def changes(self, first: list[Answer], second: list[Answer], after: list[Answer]) -> tuple[list[str], int, str]:
+        """(what the storm changed; the ties that it did not; what it may have changed, or the server by itself)."""
+        found, ties, doubt = [], 0, ""
         for index, (a, b, c) in enumerate(zip(first, second, after, strict=True)):
             place = greedy.divergence(self.endpoint, index, self.prompts[index], a, c, self.options.tie)
-            is_steady = a.ids == b.ids
-            if place is not None and (is_steady or not place.tie):
-                found.append(place.text("before the storm", "after it"))
-            ties += place is not None and place.tie and not is_steady
-            if place is None and is_steady and self.top and a.logprobs == b.logprobs and c.logprobs != a.logprobs:
-                found.append(f"prompt {index}: a log-probability differs by {logprob_difference(a, c):.4g} after it")
-        return found, ties
+            if place is None and a.logprobs == c.logprobs:
+                continue
+            is_wide, is_steady = place is not None and not place.tie, is_same(a, b)
+            said = f"prompt {index}: a log-probability differs by {greedy.logprob_difference(a, c):.4g} after it"
+            said = said if place is None else place.text("before the storm", "after it")
+            if is_wide and (is_steady or place.gap == math.inf):
+                found.append(said)
+            elif is_wide:
+                doubt = doubt or said
+            elif is_steady and self.stays(index, c):
+                found.append(said)
+            else:
+                ties += place is not None
+        return found, ties, doubt
+
+    def stays(self, index: int, after: Answer) -> bool:
+        """Whether an answer after the storm is the same once more: else the server wavers by itself, if seldom."""
+        server_load.empty_cache(self.endpoint, self.options.settle)
+        return is_same(self.one(self.prompts[index]), after)
 
 
 def left_behind(endpoint: Endpoint, before: Load, load: Load, settle_s: float) -> list[str]:
@@ -307,10 +325,10 @@ def run(options: argparse.Namespace) -> Verdict:
     )
     aftermath = Aftermath(endpoint, options, noise)
     aftermath.rounds()
-    faults, lost, ties = aftermath.faults, "", 0
+    faults, lost, ties, doubt = aftermath.faults, "", 0, ""
     try:
         after, wrong = answers.ask("after the storm")
-        changed, ties = ([], 0) if wrong else answers.changes(first, second, after)
+        changed, ties, doubt = ([], 0, "") if wrong else answers.changes(first, second, after)
         faults += wrong + changed
         aftermath.beside(bool(answers.top))
     except ServerError as error:
@@ -323,7 +341,7 @@ def run(options: argparse.Namespace) -> Verdict:
         f"{len(faults)} faults in {len(prompts)} later answers, the requests beside them, the queue and the KV cache"
     )
     notes = [] if answers.top else ["log-probabilities are refused: later answers are compared by their tokens alone"]
-    unjudged = ""
+    unjudged = f"other log-probabilities before the storm already, and then {doubt}" if doubt else ""
     if figures["moved_beside"] and not answers.top:
         unjudged = (
             f"{figures['moved_beside']} answers beside the storm are others than alone, and without log-probabilities "

@@ -34,7 +34,7 @@ from pathlib import Path
 from bench.quality import server_load
 from bench.quality.corruption_marks import marks, stray_letters
 from bench.quality.soak_state import State, difference, digest, identity
-from bench.quality.verdict import Verdict, at_least, endpoint_of
+from bench.quality.verdict import Verdict, at_least, endpoint_of, too_few
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose, task
@@ -54,7 +54,7 @@ CASE_DIGITS = 5  # from here on a number is a request's own; smaller ones count 
 ECHO_WORDS, ECHO_SHARE = 8, 0.8  # stretches of so many words; share of an answer's that stand in its prompt
 MAX_STRAY_SHARE = 0.02  # of the answers with letters of a foreign script, be they too few for a mark
 MAX_OPEN_SHARE = 0.5  # of the answers that stopped by themselves, within a sentence
-FEWEST = 3  # of either, to speak of a share
+FEWEST = 3  # of those, to speak of a share
 
 
 def request(number: int, seed: int, longest_words: int) -> tuple[str, int]:
@@ -188,15 +188,21 @@ def waves(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
             return ""
 
 
+def open_ends(answers: list[dict]) -> tuple[int, int, str]:
+    """(answers that stopped by themselves within a sentence, of how many, why so few say nothing): lists end so."""
+    stopped = [entry for entry in answers if entry["finish"] == "stop"]
+    opens = sum(entry["is_open"] for entry in stopped)
+    return opens, len(stopped), too_few(len(stopped) - opens, len(stopped), 1 - MAX_OPEN_SHARE)
+
+
 def faults_of_all(answers: list[dict]) -> list[str]:
     """What no answer shows by itself, and all of them do."""
     strays = sum(entry["stray_letters"] > 0 for entry in answers)
-    stopped = [entry for entry in answers if entry["finish"] == "stop"]
-    opens, found = sum(entry["is_open"] for entry in stopped), []
+    (opens, stopped, few), found = open_ends(answers), []
     if strays >= FEWEST and strays > MAX_STRAY_SHARE * len(answers):
         found.append(f"letters of a foreign script in {strays} of {len(answers)} answers, a few in each")
-    if opens >= FEWEST and opens > MAX_OPEN_SHARE * len(stopped):
-        found.append(f"{opens} of {len(stopped)} answers that stopped by themselves do so within a sentence")
+    if opens > MAX_OPEN_SHARE * stopped and not few:
+        found.append(f"{opens} of {stopped} answers that stopped by themselves do so within a sentence")
     return found
 
 
@@ -217,6 +223,11 @@ def unfinished(state: State, ended: str, changed: str) -> str:
     texts = Counter(entry.get("digest") for entry in state.answers)
     if (same := len(state.answers) - len(texts)) > MAX_SAME_SHARE * len(state.answers):
         return f"{same} of {len(state.answers)} answers, each to another request, are the same text as another's"
+    opens, stopped, few = open_ends(state.answers)
+    if few and opens >= FEWEST:
+        return (
+            f"{opens} of {stopped} answers that stopped by themselves do so within a sentence: too few to say, soak on"
+        )
     unnamed = sum(not entry["is_named"] for entry in state.answers)
     if unnamed > MAX_UNNAMED_SHARE * len(state.answers):
         return (

@@ -8,6 +8,7 @@ and is no fault. Anything wider is one.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from bench.serving.server_errors import ServerRefused
 
 TIE = 0.125  # one step of a bf16 logit between 16 and 32, in natural logarithms
 TOP = 20
+AS_WIDE = 3.0  # times the widest that a server was seen to differ by from itself: the next may be so wide
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Divergence:
     first_logprob: float | None
     second_logprob: float | None
     tie: bool
+
+    @property
+    def gap(self) -> float:
+        """By how much `judge` holds one of the two for likelier; infinite where it has one not among its best."""
+        known = None not in (self.first_logprob, self.second_logprob)
+        return abs(self.first_logprob - self.second_logprob) if known else math.inf
 
     def text(self, first: str, second: str) -> str:
         def value(number: float | None) -> str:
@@ -82,6 +90,30 @@ def weigh(tops: Sequence[tuple[float, int]], first: int, second: int, tie: float
     # both among the best is not enough: they must be the best, else both servers chose badly
     tied = a is not None and b is not None and abs(a - b) <= tie and max(best.values()) - min(a, b) <= tie
     return a, b, tied
+
+
+def logprob_difference(first: Answer, second: Answer) -> float:
+    """The greatest difference of the chosen tokens' log-probabilities as far as the texts agree."""
+    end = first_difference(first.ids, second.ids)
+    pairs = list(zip(first.logprobs, second.logprobs, strict=True))[:end]
+    return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+def is_own(endpoint: Endpoint, prompt: Sequence[int], new: int, place: Divergence) -> bool:
+    """Whether a server may have made a difference by itself: asked twice with an emptied cache it differs in tokens, or
+    by no less than an AS_WIDEth in log-probabilities (where it tells them)."""
+    if place.gap == math.inf:
+        return False
+    answers = []
+    for _ in range(2):
+        forget(endpoint)
+        try:
+            answers.append(endpoint.generate(prompt, new, top=1, ignore_eos=True))
+        except ServerRefused as error:
+            if error.status != 400:
+                raise
+            answers.append(endpoint.generate(prompt, new, ignore_eos=True))
+    return answers[0].ids != answers[1].ids or place.gap <= AS_WIDE * logprob_difference(*answers)
 
 
 def divergence(

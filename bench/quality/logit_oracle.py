@@ -7,7 +7,8 @@ reference's own prefix, so that one difference early does not hide the rest.
 Judged are the share of equal greedy tokens, the share of the twenty best that both have, and the mean error of their
 log-probabilities; a token that the candidate has not among its best is at least as far off as its last one. Whatever
 the means, it fails where one of the two chose a token that the other has not among its twenty best, or where a
-position's lists share fewer than five.
+position's lists share fewer than five. A bar that the candidate misses as well against itself, asked twice, says
+nothing of it, nor do fewer equal tokens than a server at the bar has by chance of so many positions: INCOMPLETE.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.quality import greedy, saved, whole
-from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of
+from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of, too_few
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
 
@@ -28,6 +29,7 @@ RESTARTS = 12  # a prompt
 OVERLAPS = (1, 5, greedy.TOP)
 FEWEST_SHARED = 5  # of the best 20 of one position: rounding moves some in and out, not most of them
 MIN_SHARED = 0.9  # of the best 20, over all positions
+MATCH = "greedy tokens that match"
 
 
 @dataclass
@@ -152,6 +154,16 @@ def is_itself(options: argparse.Namespace, endpoint: Endpoint) -> bool:
     return not saved.is_file(NAME, options.reference) and endpoint.is_same_as(endpoint_of(options, options.reference))
 
 
+def below(figures: dict[str, float], options: argparse.Namespace) -> set[str]:
+    """The bars that these figures miss."""
+    met = {
+        MATCH: figures["token_match"] >= options.min_token_match,
+        f"the best {greedy.TOP} that are shared": figures[f"top{greedy.TOP}_overlap"] >= options.min_overlap,
+        "the mean error": figures["logprob_error_mean"] <= options.max_mean_error,
+    }
+    return {name for name, is_met in met.items() if not is_met}
+
+
 def run(options: argparse.Namespace) -> Verdict:
     at_least(NAME, 1, new=options.new, lengths=min(options.lengths))
     check_bar(NAME, options.min_token_match, "min-token-match")
@@ -168,18 +180,20 @@ def run(options: argparse.Namespace) -> Verdict:
     reference = reference_of(options, endpoint)
     found, faults, places = compare(endpoint, reference)
     figures = found.figures()
-    bars = (
-        figures["token_match"] >= options.min_token_match,
-        figures[f"top{greedy.TOP}_overlap"] >= options.min_overlap,
-        figures["logprob_error_mean"] <= options.max_mean_error,
-    )
-    passed = not faults and all(bars)
+    missed = below(figures, options)
+    passed, incomplete = not faults and not missed, ""
     if not faults:  # a candidate whose answers are no answers has nothing to be compared with itself
         floor, _, _ = compare(
             endpoint, saved.record(NAME, endpoint, [e["prompt"] for e in reference["entries"]], options.new)
         )
         names = ("token_match", "logprob_error_mean", "logprob_error_max")
         figures |= {f"self_{name}": floor.figures()[name] for name in names}
+        left = missed - below(floor.figures(), options)
+        if missed and not left:
+            incomplete = f"asked twice, the candidate misses the same bars against itself: {', '.join(sorted(missed))}"
+        elif left == {MATCH}:
+            incomplete = too_few(found.same_token, found.positions, options.min_token_match)
+            incomplete += " (a greater --new, more --lengths)" if incomplete else ""
     overlap = figures[f"top{greedy.TOP}_overlap"]
     summary = (
         f"{figures['token_match']:.2%} of {found.positions} greedy tokens match (bar {options.min_token_match:.0%}), "
@@ -187,7 +201,7 @@ def run(options: argparse.Namespace) -> Verdict:
         f"mean log-probability error {figures['logprob_error_mean']:.4f} (bar {options.max_mean_error:g}); "
         f"{len(faults)} faults that fail whatever the means; self_: the candidate against itself"
     )
-    incomplete, notes = "", []
+    notes = []
     if passed and found.lost:
         incomplete = (
             f"{found.lost} of {found.lost + found.positions} positions were not compared: a prompt is given up after "

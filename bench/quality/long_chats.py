@@ -7,7 +7,8 @@ model does, so the chat leaves the cached path in its middle. Then every turn is
 cache, and at once again, with all of it cached. All three must be the same greedy tokens, but for stated ties.
 
 The server's own count of cached tokens must show it: none with the emptied cache, at least half of what is shared
-otherwise, never more than is shared; else the gate is INCOMPLETE, since nothing was compared. One chat at a time.
+otherwise, never more than is shared; else the gate is INCOMPLETE, since nothing was compared. So it is where a server
+that is asked twice with an emptied cache differs by a third as much, and more. One chat at a time.
 
 Not looked at: the chat route and its parsers (tool-calls does), several chats that share the cache at once, prefixes
 that come back from host memory or disk.
@@ -126,6 +127,13 @@ class Comparison:
             messages = messages + chat.next(answer, number + 1)
         return turns
 
+    def blame(self, turn: Turn, place: greedy.Divergence) -> None:
+        """The cache, unless a server differs by as much without it."""
+        if greedy.is_own(self.endpoint, turn.prompt, self.options.new, place):
+            self.not_compared.append(f"{turn.where}: asked twice with an emptied cache, the server differs from itself")
+        else:
+            self.faults += 1
+
     def compare(self, turn: Turn, index: int) -> None:
         """The same prompt with an emptied cache, and once more with all of it cached."""
         server_load.empty_cache(self.endpoint)
@@ -142,8 +150,9 @@ class Comparison:
             place = greedy.divergence(self.endpoint, index, turn.prompt, cold, answer, self.options.tie)
             if place is not None:
                 self.ties += place.tie
-                self.faults += not place.tie
                 self.findings.append(f"{turn.where}: {place.text('with an emptied cache', way)}")
+                if not place.tie:
+                    self.blame(turn, place)
 
 
 def run(options: argparse.Namespace) -> Verdict:

@@ -8,7 +8,7 @@ import random
 import re
 
 from bench.quality import whole
-from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of
+from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of, too_few
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose
 
 NAME = "needle"
@@ -32,6 +32,11 @@ def question(length: int, depth: float, seed: int, shift=0) -> tuple[str, str]:
     sentences.insert(round(depth * len(sentences)), f" The secret number of {name} is {number}.")
     asked = f"\n\nWhat is the secret number of {name}? Answer with the number alone."
     return BEGIN + USER + IN_FRONT[shift] + "".join(sentences) + asked + ASSISTANT, number
+
+
+def numbers_in(text: str) -> set[str]:
+    """As digits: 12,345 and 12 345 are 12345."""
+    return {re.sub(r"\D", "", one) for one in re.findall(r"\d{1,3}(?:[,' \u202f\u00a0]\d{3})+(?!\d)|\d+", text)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +65,7 @@ def run(options: argparse.Namespace) -> Verdict:
                 whole.demand_end(answer, where)
                 if answer.prompt_tokens < length * MIN_LENGTH_SHARE:
                     raise whole.NotWhole(f"{where}: the server counts {answer.prompt_tokens} prompt tokens")
-                right = set(re.findall(r"\d+", answer.text)) == {number}  # the number, and no other one beside it
+                right = numbers_in(answer.text) == {number}  # the number, and no other one beside it
                 asked, found, tokens = asked + 1, found + right, max(tokens, answer.prompt_tokens)
                 for table, key in ((grid, f"{length} at {depth:g}"), (by_length, answer.prompt_tokens % 4)):
                     cell = table.setdefault(key, [0, 0])
@@ -72,4 +77,5 @@ def run(options: argparse.Namespace) -> Verdict:
     summary = f"{found} of {asked} found (bar {options.min_score:.0%})"
     figures = {"score": score, "longest_prompt_tokens": tokens}
     details = {"found_of_asked": grid, "found_of_asked_by_tokens_modulo_4": by_length}
-    return Verdict(NAME, score >= options.min_score, summary, findings, figures, details=details)
+    few = too_few(found, asked, options.min_score)
+    return Verdict(NAME, score >= options.min_score, summary, findings, figures, details=details, incomplete=few)

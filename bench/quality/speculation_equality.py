@@ -5,6 +5,10 @@ fault of the verifier, of its cache, or of the batch it ran in. Answers are stre
 ran at once: a server that runs fewer than the concurrency says leaves the gate incomplete. So does one that announces
 speculation and counts no step of it, in no answer and not in /server_info, or in no answer of one concurrency only.
 
+A server whose answers the batch alone changes by more than a tie, without speculation, shows so how wide its own
+rounding is: what differs by no more than three times that (and is among the 20 best) may be either's, and leaves the
+gate incomplete.
+
 The server without speculation is another one, or, where the cards hold one at a time, a file that --save has written of
 it: its answers, its best at every position, by which ties are judged, and what the batch alone changed.
 """
@@ -12,6 +16,7 @@ it: its answers, its best at every position, by which ties are judged, and what 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +46,18 @@ class Plain:
     endpoint: Endpoint | None
     prompts: list[list[int]]
     expected: list[Answer]
-    crowds: dict[str, list[int]]  # concurrency -> (answers that the batch alone changed, requests that ran at once)
+    # concurrency -> (answers that the batch alone changed, requests that ran at once, the widest gap of such a change;
+    # files of old have no gap)
+    crowds: dict[str, list]
 
     @property
     def new(self) -> int:
         return len(self.expected[0].ids)
+
+    @property
+    def own_gap(self) -> float | None:
+        """The widest gap by which the batch alone, without speculation, has changed an answer; None: none was."""
+        return max((gap for changed, _, *gaps in self.crowds.values() if changed for gap in gaps), default=None)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -68,13 +80,14 @@ def must_suffice(options: argparse.Namespace, prompts: int, whose: str) -> None:
         )
 
 
-def crowded(plain: Plain, endpoint: Endpoint, concurrency: int) -> list[int]:
-    """(answers that the batch alone, without speculation, changes; requests that ran at once)."""
+def crowded(plain: Plain, endpoint: Endpoint, concurrency: int) -> list:
+    """(answers that the batch alone, without speculation, changes; requests that ran at once; the widest gap)."""
     greedy.forget(endpoint)
     answers, measured = in_flight.streamed(endpoint, plain.prompts, concurrency, plain.new)
     for index, answer in enumerate(answers):
         whole.demand(answer, plain.new, f"{endpoint.url}, concurrency {concurrency}, prompt {index}")
-    return [sum(one.ids != other.ids for one, other in zip(answers, plain.expected, strict=True)), measured]
+    gaps = [place.gap for place in parted(plain, answers, 0.0)]
+    return [len(gaps), measured, max(filter(math.isfinite, gaps), default=0.0)]
 
 
 def save(options: argparse.Namespace, endpoint: Endpoint) -> Verdict:
@@ -94,7 +107,10 @@ def from_record(found: dict) -> Plain:
 
 def _are_crowds(found, prompts: int) -> bool:
     return isinstance(found, dict) and all(
-        isinstance(one, list) and [type(number) for number in one] == [int, int] and 0 <= one[0] <= prompts
+        isinstance(one, list)
+        and [type(number) for number in one] in ([int, int], [int, int, float])
+        and 0 <= one[0] <= prompts
+        and all(map(math.isfinite, one))
         for one in found.values()
     )
 
@@ -163,13 +179,15 @@ def run(options: argparse.Namespace) -> Verdict:
         raise ValueError(f"{NAME}: {options.url} does not speculate; the gate would prove nothing")
     plain = without(options)
     prompts, expected, new = plain.prompts, plain.expected, plain.new
-    findings, figures, faults, serialised, notes, moved = [], {}, 0, "", [], []
+    findings, figures, faults, own, serialised, notes, moved = [], {}, 0, 0, "", [], []
     drafted = {}
+    if plain.endpoint is not None:  # does the batch alone, without speculation, change an answer?
+        plain.crowds |= {str(c): crowded(plain, plain.endpoint, c) for c in options.concurrency if c > 1}
+    if plain.own_gap is not None:
+        figures["widest_gap_without_speculation"] = plain.own_gap
     for concurrency in options.concurrency:
-        if concurrency > 1 and plain.endpoint is not None:
-            plain.crowds[str(concurrency)] = crowded(plain, plain.endpoint, concurrency)
-        if str(concurrency) in plain.crowds:  # does the batch alone, without speculation, change an answer?
-            changed, measured = plain.crowds[str(concurrency)]
+        if str(concurrency) in plain.crowds:
+            changed, measured = plain.crowds[str(concurrency)][:2]
             figures[f"equal_without_speculation_at_{concurrency}"] = len(prompts) - changed
             moved.append(changed)
             if measured < concurrency:
@@ -189,7 +207,10 @@ def run(options: argparse.Namespace) -> Verdict:
         ]
         places = [] if wrong else parted(plain, answers, options.tie)
         ties = sum(place.tie for place in places)
-        faults += len(wrong) + len(places) - ties
+        as_wide = -math.inf if plain.own_gap is None else greedy.AS_WIDE * plain.own_gap
+        moved_so = sum(not place.tie and place.gap <= as_wide for place in places)
+        own += moved_so
+        faults += len(wrong) + len(places) - ties - moved_so
         figures |= {f"equal_at_{concurrency}": len(prompts) - len(places) - len(wrong), f"ties_at_{concurrency}": ties}
         findings += wrong + [f"concurrency {concurrency}, {p.text('without', 'with speculation')}" for p in places]
     summary = (
@@ -199,7 +220,13 @@ def run(options: argparse.Namespace) -> Verdict:
     if any(moved):  # then not every difference is speculation's
         summary += f"; the batch alone, without speculation, changes {', '.join(map(str, moved))} of {len(prompts)}"
     incomplete = ""
-    if not faults:
+    if not faults and own:
+        incomplete = (
+            f"{own} answers differ by more than a tie ({options.tie:g}), and without speculation the batch alone "
+            f"changes one by {plain.own_gap:.4g}: nobody can say which of the two did it. Take servers that give the "
+            "same answer in company (those that batch-invariance passes)"
+        )
+    elif not faults:
         nothing = whole.says_nothing([answer.ids for answer in expected])
         incomplete = serialised or nothing or never_drafted(speculating, drafted)
     return Verdict(NAME, faults == 0, summary, findings, figures, notes, incomplete)

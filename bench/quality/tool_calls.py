@@ -4,7 +4,8 @@ Each case is asked streamed and not. Markup of any kind, control tokens, reasoni
 `content`; a sum must be right; arguments must be JSON with the fields asked for and no others; each call has an id of
 its own; `finish_reason` is tool_calls where there are calls and stop where there are none; both ways must give the same
 calls, content and reasoning. A server that gives another answer when it is asked the same again, not streamed, is no
-fault of the stream: then the two ways cannot be compared, and the gate is incomplete.
+fault of the stream: then the two ways cannot be compared, and the gate is incomplete. So it is where a server says that
+it was started without a parser.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from dataclasses import dataclass, field
 
 from bench.quality import greedy, whole
 from bench.quality.verdict import Verdict, at_least, endpoint_of
-from bench.serving.endpoint import Endpoint
+from bench.serving.endpoint import Endpoint, ServerRefused
 
 NAME = "tool-calls"
+PARSERS = {"tool_call_parser": "deepseekv4", "reasoning_parser": "deepseek-v4"}  # SGLang's arguments, without a default
 # what templates of this model and of others put around calls, thoughts and turns, with the pipes of either width
 TAGS = "think|thinking|invoke|parameters?|tool_calls?|function_calls?|functions?|tool_response|tool_outputs?_begin"
 LEAK = re.compile(
@@ -185,12 +187,27 @@ def differences(endpoint: Endpoint, case: Case, body: dict, first: dict, second:
     return [f"{differ} {name}: {other[name]!r} and {one[name]!r}" for name in parts], ""
 
 
+def without_parsers(endpoint: Endpoint) -> str:
+    """Why a server cannot have calls or reasoning to judge, by what it says of its own flags; "" if it says nothing."""
+    try:
+        info = endpoint.server_info()
+    except ServerRefused as error:
+        if error.status != 404:
+            raise
+        return ""
+    lacks = [name for name in PARSERS if name in info and info[name] is None]
+    flags = " and ".join(f"--{name.replace('_', '-')} {PARSERS[name]}" for name in lacks)
+    return f"{endpoint.url} was started without {flags}: what the model says is not parsed" if lacks else ""
+
+
 def run(options: argparse.Namespace) -> Verdict:
     at_least(NAME, 1, repeats=options.repeats)
     endpoint = endpoint_of(options)
     if options.model:
         endpoint.check_model(options.model)
     model = options.model or endpoint.models()[0]
+    if lacks := without_parsers(endpoint):
+        return Verdict(NAME, None, "", incomplete=lacks)
     findings, answers, incomplete = [], 0, ""
     for case in CASES * options.repeats:
         body = body_of(case, model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from bench.serving.endpoint import Endpoint
 from deepseek_v4_sm120.commands.disclosure import printable
 
 REDACTED = "[api key]"
+CHANCE = 0.01  # what a server at its bar misses it by no more seldom than this is no fault of it
 
 
 def endpoint_of(options: argparse.Namespace, url: str | None = None) -> Endpoint:
@@ -34,6 +36,25 @@ def check_bar(gate: str, score: float, name: str = "min-score") -> None:
     """Raise ValueError (wrong usage) unless this option is a bar that can be missed and can be met."""
     if not 0 < score <= 1:
         raise ValueError(f"{gate}: --{name} must be above 0 and at most 1, got {score:g}")
+
+
+def too_few(right: int, asked: int, bar: float) -> str:
+    """Why `right` of `asked`, below `bar`, do not say that the server is: one that is right in just that share is right
+    in no more of them in CHANCE of such runs or more. "" if they do, or are not below it.
+    """
+    if asked < 1 or right >= bar * asked or bar >= 1:
+        return ""
+    each = (math.log(bar), math.log1p(-bar), math.lgamma(asked + 1))
+    chance = sum(
+        math.exp(each[2] - math.lgamma(k + 1) - math.lgamma(asked - k + 1) + k * each[0] + (asked - k) * each[1])
+        for k in range(right + 1)
+    )
+    if chance < CHANCE:
+        return ""
+    return (
+        f"{right} of {asked} is below the bar, {bar:.0%}, by no more than a server at the bar is by chance in "
+        f"{chance:.0%} of such runs: ask more"
+    )
 
 
 def without(value: object, secret: str | None) -> object:

@@ -32,6 +32,9 @@ from deepseek_v4_sm120.commands.disclosure import printable
 
 TOTAL_S = 3600.0  # a request, however busily its bytes drip
 KEY_STATUSES = (401, 403)  # of a server that wants a key, or another one
+# what a server may have been started with others for (--preferred-sampling-params): the model's own answer is asked
+PLAIN = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+PLAIN |= dict.fromkeys(("stop", "stop_token_ids", "logit_bias"))
 MAX_BYTES = 64 << 20  # of an answer, or of one event of a stream
 
 
@@ -369,7 +372,7 @@ class Endpoint:
             raise ValueError("generate: prompt must not be empty")
         body: dict = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
         sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
-        body["sampling_params"] = sampling
+        body["sampling_params"] = PLAIN | sampling
         if top:
             body |= {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": -1}
         return body

@@ -63,6 +63,7 @@ class Rules:
     rotates_back: bool = True
     unit_queries: bool = True
     hashed: bool = True  # the first layers route by the token's number
+    next_expert: bool = False  # in place of the last that is chosen: what a near tie may be decided for
     bias_in_weights: bool = False
     renormalize: bool = True
     routed_scale: float | None = None
@@ -433,8 +434,10 @@ def routed(config: Config, weights: Weights, x: torch.Tensor, tokens: torch.Tens
         ids, margin = weights.raw("gate.tid2eid").long()[tokens.long()], torch.full_like(by[:, 0], math.inf)
     else:
         ranked = torch.sort(by, dim=1, descending=True, stable=True)
-        ids, ahead = ranked.indices[:, : config.topk], ranked.values[:, config.topk - 1 : config.topk + 1]
-        margin = ahead[:, 0] - ahead[:, -1]
+        last, is_choice = config.topk - 1, by.shape[1] > config.topk
+        ids = ranked.indices[:, [*range(last), last + rules.next_expert]]
+        behind = ranked.values[:, last + 1] if is_choice else -math.inf
+        margin = ranked.values[:, last] - behind
     scale = config.routed_scale if rules.routed_scale is None else rules.routed_scale
     weighted = by if rules.bias_in_weights else scores
     return ids, router_topk.weights_of(weighted, ids, renormalize=rules.renormalize, scale=scale), margin

@@ -120,3 +120,23 @@ def test_folders_that_this_user_may_not_look_into_are_passed_over(tmp_path, monk
     monkeypatch.setattr(os, "stat", stat)
     assert facts.sitecustomize_files(["/closed"], None) == []
     assert facts._nvcc({"CUDA_HOME": "/closed"}) in (None, "/usr/local/cuda/bin/nvcc")
+
+
+def test_slow_copies_beside_a_server_may_be_its_own(tmp_path):
+    found = gathered(tmp_path, rtx())
+    found.probe = {"links": {}, "peers": [{"from": 0, "to": 1, "reported": True, "moved": True, "gbs": 9.0}]}
+    assert "server" not in str(finding(gpu_checks.checks(found), "peer copies"))
+    found.is_serving = True
+    peers = finding(gpu_checks.checks(found), "peer copies")
+    assert "9.0 GB/s, beside a running server" in peers.found and "while the server is idle" in peers.fix
+
+
+def test_a_rate_is_the_fastest_of_some(monkeypatch):
+    calls, now = [], [0.0]
+
+    def call():
+        calls.append(1)
+        now[0] += 1.0 if len(calls) == 2 else 3.0
+
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now[0])
+    assert probe.fastest_s(call) == 1.0 and len(calls) == probe.TIMES

@@ -4,12 +4,10 @@ that is another one, and never 0 for half of one."""
 import http.server
 import json
 import os
-import random
 import shutil
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,16 +304,12 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 
 def asks(server, model, folder, *words):
-    """With the same prompts in each run: of any, one in a hundred has two tokens whose experts rounding chooses, of so
-    few rows more than may be."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(asking, "random", SimpleNamespace(SystemRandom=lambda: random.Random(1)))
-            return program.main(
-                [*("layers", "--url", f"http://127.0.0.1:{server.server_port}", "--folder", str(folder), "--rows", "8")]
-                + ["--model", str(model.folder), "--alone", "5", "12", "--together", "3", "9", "--new", "2", *words]
-            )
+        return program.main(
+            [*("layers", "--url", f"http://127.0.0.1:{server.server_port}", "--folder", str(folder), "--rows", "8")]
+            + ["--model", str(model.folder), "--alone", "5", "12", "--together", "3", "9", "--new", "2", *words]
+        )
     finally:
         server.shutdown()
         server.server_close()

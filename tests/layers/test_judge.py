@@ -71,6 +71,26 @@ def test_a_fault_has_its_whole_share(checkpoint, fault, rules):
     assert max(told) == pytest.approx(1, abs=0.35)
 
 
+def test_an_expert_that_rounding_chooses_is_no_fault(checkpoint, monkeypatch):
+    """Of an engine that takes the next expert in each row, as at a near tie: where none is one, that is a fault, and
+    what no next expert explains is one where all are."""
+    prompt = made.ASKED[0][0][:20]
+
+    def found(near, rules, wrong=()):
+        monkeypatch.setattr(judging, "NEAR", near)
+        engine = made.Engine(checkpoint, rules)
+        own, rows = engine.rounded, torch.tensor(wrong, dtype=torch.long)
+        engine.rounded = lambda f: own(f.index_copy(0, rows, -f[rows]) if engine.at == (2, "ffn") else f)
+        passes = [engine.one("target", 1, prompt, 0, "EXTEND")]
+        groups, _ = made.judged(checkpoint, passes, [{"input_ids": prompt.tolist()}], faults={"no sink"})
+        return verdict.of(groups, 3, ("target, extend",))
+
+    of_next = Rules(next_expert=True)
+    assert found(math.inf, of_next).status == verdict.RIGHT
+    assert any(" of 40 rows are further off" in text for text in found(0.0, of_next).faults)
+    assert any("experts, routed" in text for text in found(math.inf, of_next, [3, 7]).faults)
+
+
 def test_rows_at_the_end_are_judged_with_all_before_them(checkpoint, right):
     every, (groups, _) = right
     few, missing = made.judged(checkpoint, every, tail=2, faults={"no sink"})

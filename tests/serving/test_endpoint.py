@@ -226,3 +226,21 @@ def test_a_number_that_is_no_log_probability():
     for value in (-1, 2**40, True, None, 1.0):
         with pytest.raises(ServerNonsense, match="a token id"):
             Answer.of({"output_ids": [value], "meta_info": {}})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_a_server_prefers_changes_no_answer(version):
+    """Penalties and stops of --preferred-sampling-params, which a release puts under what is asked."""
+    with zipfile.ZipFile(wheel(version)) as archive:
+        source = archive.read("sglang/srt/sampling/sampling_params.py").decode()
+        merges = archive.read("sglang/srt/managers/tokenizer_manager.py").decode()
+    assert "{**self.preferred_sampling_params, **obj.sampling_params}" in merges
+    (found,) = (one for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == "SamplingParams")
+    (init,) = [one for one in found.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"] or [None]
+    fields = {one.target.id: one.value for one in found.body if isinstance(one, ast.AnnAssign)}
+    if init is not None:
+        fields = dict(zip([one.arg for one in init.args.args[1:]], init.args.defaults, strict=True))
+    sent = Endpoint.generate_body([1], 8)["sampling_params"]
+    assert {name: ast.literal_eval(fields[name]) for name in transport.PLAIN} == transport.PLAIN
+    prefers = {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5, "stop": ["."]}
+    assert {**prefers, "stop_token_ids": [1], "logit_bias": {"5": 9.0}, "max_new_tokens": 3, **sent} == sent

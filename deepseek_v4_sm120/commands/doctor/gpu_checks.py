@@ -311,11 +311,12 @@ def _peers(facts: Facts) -> Iterator[Finding]:
         )
     elif slow:
         rates = ", ".join(f"{p['from']}->{p['to']} {p['gbs']:.1f} GB/s" for p in slow)
+        beside = facts.is_serving or bool((facts.status or {}).get("processes"))
         yield warn(
             "peer copies",
-            rates + _small_windows(facts),
+            rates + ", beside a running server" * beside + _small_windows(facts),
             "prefill's all-reduces wait for the link",
-            "see PCIe link, topology and ACS",
+            "once more while the server is idle; " * beside + "see PCIe link, topology and ACS",
         )
     else:
         yield ok("peer copies", f"{len(pairs)} pairs move data, slowest {min(p['gbs'] for p in pairs):.1f} GB/s")

@@ -31,6 +31,7 @@ from deepseek_v4_sm120.commands.layers import tokens as tokens_of
 from deepseek_v4_sm120.commands.layers.chain import Chain
 from deepseek_v4_sm120.commands.layers.groups import Group
 from deepseek_v4_sm120.commands.layers.kept import Kept
+from deepseek_v4_sm120.commands.layers.near_ties import NEAR, Other, next_experts
 from deepseek_v4_sm120.commands.layers.record import BLOCK, CHAINED, VERIFY, Segment, Unjudged
 from deepseek_v4_sm120.commands.layers.verdict import CONTEXT, EMBEDDING, GIVEN, NUMBERS, PART
 from deepseek_v4_sm120.reference import draft_block, mhc, model
@@ -38,7 +39,6 @@ from deepseek_v4_sm120.reference.draft_block import BlockRules, Draft
 from deepseek_v4_sm120.reference.model import DraftRules, Rules
 
 FAULTY = 16
-NEAR = 1e-3  # of a router's scores: whose last is nearer to the next may be given other experts
 ROUNDED = Rules(rounds=True)
 ATTENTION = {
     "a window of 127": Rules(window=127),
@@ -138,6 +138,7 @@ class Made:
     rounded: torch.Tensor
     faulty: dict  # {fault: as the truth}
     units: list  # of (name, rows, what makes how much less the truth is there without it)
+    other: Other | None = None  # what rows whose experts rounding chooses may be instead
 
 
 @dataclass
@@ -382,6 +383,8 @@ class Judge:
         """(streams, those of a coarse right engine) in front of a sublayer whose inputs were `seen`."""
         streams, rounded, made = before.streams, before.rounded, before.made
         if made is not None:
+            if made.other is not None:
+                made.other.take(made, seen, (streams, before.post, before.comb), entering)
             streams = model.behind(made.truth, streams, before.post, before.comb)
             rounded = mhc.bf16(model.behind(made.rounded, rounded, before.post, before.comb))
         truth, coarse = entering(streams), mhc.bf16(entering(rounded))
@@ -503,17 +506,20 @@ class Judge:
         is_draft = self.draft is not None and weights.prefix.startswith("mtp.")
         config = replace(self.config, topk=self.draft.topk) if is_draft else self.config
         shared, rounded = model.mlps(weights.under("shared_experts."), x, limit, (False, True))
-        chosen, made = None, None
+        chosen, made, other = None, None, None
         for name, rules in self.asked(EXPERTS | (HASHED if hashed else BIASED)).items():
             ids, shares, margin = model.routed(config, weights, x, tokens, hashed=hashed, rules=rules)
             if chosen is None:
                 chosen, (made, coarse) = ids, model.outputs(weights, x, ids, limit, False, True)
+                if len(near := (margin <= NEAR).nonzero()[:, 0]):
+                    every = torch.stack([made[near], coarse[near]]), torch.stack([shared[near], rounded[near]])
+                    other = next_experts(config, weights, x[near], tokens[near], near, *every)
                 rounded = rounded + torch.einsum("rkh,rk->rh", coarse, shares)
                 units = self.of_each_expert(ids, made, shares, margin)
             elif not torch.equal(ids, chosen):
                 chosen, made = ids, model.outputs(weights, x, ids, limit)
             found[name] = torch.einsum("rkh,rk->rh", made, shares) + shared * rules.shared_expert
-        return self.made(found.pop(None), rounded, found, units)
+        return replace(self.made(found.pop(None), rounded, found, units), other=other)
 
     def of_each_expert(self, ids, made, shares, margin) -> list:
         """But for rows that a rounding of the router's may have given others."""

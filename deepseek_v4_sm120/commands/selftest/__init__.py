@@ -22,6 +22,7 @@ from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+ENOUGH_MIB = 8 << 10  # of a card: whose memory runs out though so much is free fails
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,20 @@ def _foreign_gpu() -> str | None:
     return f"{found}; the module is built for {' '.join(built)}; {remedy}"
 
 
-def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
+def _shortage(error: Exception) -> str | None:
+    """What a check lacked whose card others hold, None where it is the check's own fault."""
+    import torch
+
+    if not torch.cuda.is_available() or "out of memory" not in str(error).lower():
+        return None
+    torch.cuda.empty_cache()
+    free, total = (part >> 20 for part in torch.cuda.mem_get_info())
+    if free > ENOUGH_MIB:
+        return None
+    return f"{free} of {total} MiB are free on this card: end what holds the others, a server, and ask again"
+
+
+def _run(check: Check, missing: dict[str, tuple[str, str]], require_gpu: bool) -> Outcome:
     for need in check.needs:
         if need in missing:
             return Outcome(check.operator, check.name, *missing[need], 0.0)
@@ -84,7 +98,9 @@ def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
     except NotRun as reason:
         result, detail = NOT_RUN, str(reason)
     except Exception as error:  # the table goes on; the error is its result
-        result, detail = FAIL, f"{type(error).__name__}: {error}"
+        shortage = _shortage(error)
+        result = FAIL if shortage is None or require_gpu else NOT_RUN
+        detail = shortage or f"{type(error).__name__}: {error}"
     return Outcome(check.operator, check.name, result, detail, round(time.perf_counter() - start, 3))
 
 
@@ -130,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         raise CommandError(f"torch does not load for {sys.executable}: {console.one_line(error)}") from error
     missing = _missing(arguments.require_gpu)
     todo = list(checks(arguments.quick))
-    outcomes = (_run(check, missing) for check in todo)
+    outcomes = (_run(check, missing, arguments.require_gpu) for check in todo)
     if arguments.json:
         outcomes = list(outcomes)
         console.print_json({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]})
