@@ -137,7 +137,14 @@ def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):
     assert status == 1 and {name for name, check in found.items() if check["result"] == "FAIL"} == on_gpu
 
 
-@pytest.mark.parametrize("said", ["CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: out of memory"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA out of memory. Tried to allocate 2 GiB",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
 def test_a_card_that_others_fill_is_no_fault_of_an_operator(said, monkeypatch):
     """As beside a running server; but where the card has room, and wherever a GPU is required."""
 

@@ -8,6 +8,7 @@ side.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import errno
 import functools
@@ -99,11 +100,16 @@ class AllReduce:
             self._state = torch.zeros(_C.all_reduce_state_words, dtype=torch.int32, device=device)
             self._fault = torch.zeros(_C.all_reduce_fault_words, dtype=torch.int32, pin_memory=True)
             self._memory = (Peers if transport == "peer" else Host)(rank, self.bytes, gather)
-        self._places = torch.tensor(self._memory.places, dtype=torch.uint64)
-        torch.cuda.synchronize(device)  # the state is zero before a call on any stream
-        # of the smallest card: what all ranks must decide alike is decided by it
-        self.num_sms = min(gather(cuda_tensors.num_sms(device.index)))  # and nobody sends before all have opened all
-        self._watch = _Watch(rank, self._fault, gather(os.getpid()), name)
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self._memory.leave)
+            self._places = torch.tensor(self._memory.places, dtype=torch.uint64)
+            torch.cuda.synchronize(device)  # the state is zero before a call on any stream
+            # of the smallest card: what all ranks must decide alike is decided by it
+            self.num_sms = min(
+                gather(cuda_tensors.num_sms(device.index))
+            )  # and nobody sends before all have opened all
+            self._watch = _Watch(rank, self._fault, gather(os.getpid()), name)
+            unless_made.pop_all()
 
     def __call__(self, x: torch.Tensor, **options) -> torch.Tensor:
         return all_reduce(x, self, **options)
@@ -299,11 +305,14 @@ class Peers:
         self._opened = {r: _C.all_reduce_open(handle=h) for r, (pid, _, h) in enumerate(told) if pid != os.getpid()}
         self.places = [self._opened.get(r, memory) for r, (_, memory, _) in enumerate(told)]
 
-    def close(self):
-        _C = extension.load()
+    def leave(self):
+        """Where there will be no group: others may have opened what is this rank's own, so that stays."""
         for memory in self._opened.values():
-            _C.all_reduce_close(memory=memory)
-        _C.all_reduce_release(memory=self._own)
+            extension.load().all_reduce_close(memory=memory)
+
+    def close(self):
+        self.leave()
+        extension.load().all_reduce_release(memory=self._own)
 
 
 class Host:
@@ -311,26 +320,36 @@ class Host:
     among its open files."""
 
     def __init__(self, rank, size, gather):
-        file = os.memfd_create("all_reduce") if rank == 0 else None
-        if file is not None:
-            os.ftruncate(file, size)
-            with mmap.mmap(file, size) as memory:
-                memory.write(b"\xff" * size)
-        pid, number = gather((os.getpid(), file))[0]
-        if file is None:
-            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-        self._map = mmap.mmap(file, size)
-        gather(None)  # rank 0's file stays open until all have it
-        os.close(file)
-        self._view = (ctypes.c_char * size).from_buffer(self._map)
-        self._address = ctypes.addressof(self._view)
-        seen = extension.load().all_reduce_register_host(memory=self._address, bytes=size)
-        self.places = [seen] * len(gather(None))
+        with contextlib.ExitStack() as until_all_have_it, contextlib.ExitStack() as unless_made:
+            file = os.memfd_create("all_reduce") if rank == 0 else None
+            if file is not None:
+                until_all_have_it.callback(os.close, file)
+                os.ftruncate(file, size)
+                with mmap.mmap(file, size) as memory:
+                    memory.write(b"\xff" * size)
+            pid, number = gather((os.getpid(), file))[0]
+            if file is None:
+                file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+                until_all_have_it.callback(os.close, file)
+            self._map = unless_made.enter_context(contextlib.closing(mmap.mmap(file, size)))
+            gather(None)
+            until_all_have_it.close()
+            self._view = (ctypes.c_char * size).from_buffer(self._map)
+            unless_made.callback(self._forget_view)
+            self._address = ctypes.addressof(self._view)
+            seen = extension.load().all_reduce_register_host(memory=self._address, bytes=size)
+            # CUDA knows the address until it is told, and would refuse whoever is given it next
+            unless_made.callback(extension.load().all_reduce_unregister_host, memory=self._address)
+            self.places = [seen] * len(gather(None))
+            self._made = unless_made.pop_all()
+
+    def _forget_view(self):
+        del self._view
 
     def close(self):
-        extension.load().all_reduce_unregister_host(memory=self._address)
-        del self._view
-        self._map.close()
+        self._made.close()
+
+    leave = close
 
 
 class _Watch:

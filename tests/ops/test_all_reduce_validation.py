@@ -64,6 +64,61 @@ def x_of(rows):
     return torch.zeros(rows, 256, dtype=torch.bfloat16)
 
 
+class Registering:
+    """The module, of which CUDA knows what is registered."""
+
+    def __init__(self):
+        self.known = set()
+
+    def all_reduce_register_host(self, *, memory, bytes):
+        assert memory not in self.known, "cudaErrorHostMemoryAlreadyRegistered"
+        self.known.add(memory)
+        return memory
+
+    def all_reduce_unregister_host(self, *, memory):
+        self.known.remove(memory)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, None])
+def test_host_memory_of_a_group_that_is_not_made_is_given_back(lost, monkeypatch):
+    """Where another rank fails at one of its gathers; None: it is made, and closed."""
+    module, gathers = Registering(), iter(range(3))
+    monkeypatch.setattr(extension, "load", lambda: module)
+
+    def gather(value):
+        if next(gathers) == lost:
+            raise RuntimeError("another rank's")
+        return [value, value]
+
+    opened = os.listdir("/proc/self/fd")
+    with nullcontext() if lost is None else pytest.raises(RuntimeError, match="another rank's"):
+        host = op.Host(0, 4096, gather)
+        assert host.places == [*module.known] * 2
+        host.close()
+    assert module.known == set() and os.listdir("/proc/self/fd") == opened
+
+
+def test_a_group_that_is_not_made_leaves_its_memory(monkeypatch):
+    left = []
+    memory = SimpleNamespace(places=[1, 2], leave=lambda: left.append("left"))
+    monkeypatch.setattr(op, "Host", lambda *_: memory)
+    words = SimpleNamespace(all_reduce_state_words=8, all_reduce_fault_words=8)
+    monkeypatch.setattr(extension, "load", lambda: words)
+    monkeypatch.setattr(op, "places_bytes", lambda *_: 64)
+    monkeypatch.setattr(op, "slot_vectors", lambda *_: 64)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(cuda_tensors, "num_sms", lambda _: 188)
+
+    def gather(_):
+        raise RuntimeError("another rank's")
+
+    with pytest.raises(RuntimeError, match="another rank's"):
+        op.AllReduce(0, 2, torch.device("cpu"), gather, transport="host")
+    assert left == ["left"]
+
+
 def test_a_launch_is_told_all_that_the_kernel_reads(launched):
     group, x, out = group_of(), x_of(9), x_of(9)
     assert op.all_reduce(x, group, out=out, tag=5) is out

@@ -22,6 +22,7 @@ from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+SHORTAGES = ("out of memory", "alloc_failed")  # CUDA's and torch's words, and cuBLAS's
 ENOUGH_MIB = 8 << 10  # of a card: whose memory runs out though so much is free fails
 
 
@@ -77,7 +78,7 @@ def _shortage(error: Exception) -> str | None:
     """What a check lacked whose card others hold, None where it is the check's own fault."""
     import torch
 
-    if not torch.cuda.is_available() or "out of memory" not in str(error).lower():
+    if not torch.cuda.is_available() or not any(words in str(error).lower() for words in SHORTAGES):
         return None
     torch.cuda.empty_cache()
     free, total = (part >> 20 for part in torch.cuda.mem_get_info())
