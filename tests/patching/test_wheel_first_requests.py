@@ -191,8 +191,10 @@ def test_what_is_refused_is_told_and_stops_nothing(start, served_card, told):
     assert sum("not answered: no grammar here" in text for kind, text in told if kind == "warn") == 1
     assert [len(one["input_ids"]) for one in manager.asked if "json_schema" in one["sampling_params"]] == [5]  # alone
     assert sum(one["sampling_params"]["temperature"] > 0 for one in manager.asked) == 2 + 4  # others' at once, as ever
-    manager, _ = start("0.5.23", grammar_backend="none")
-    assert all("json_schema" not in one["sampling_params"] for one in manager.asked)
+    for without in ({"grammar_backend": "none"}, {"changes": {"tokenizer": None}}):
+        manager, _ = start("0.5.23", **without)
+        assert all("json_schema" not in one["sampling_params"] for one in manager.asked)
+        assert sum(one["sampling_params"]["temperature"] > 0 for one in manager.asked) == 2 + 4
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])
