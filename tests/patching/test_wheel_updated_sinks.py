@@ -31,7 +31,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.attn_sink = torch.nn.Parameter(sinks(OLD), requires_grad=False)
         self.n_heads, self.n_local_heads = HEADS, HEADS // ranks
-        self.tp_rank = self.attn_tp_rank = rank
+        names = ["attn_tp_rank"] * since(version, "0.5.16") + ["tp_rank"] * (not since(version, "0.5.17"))
+        vars(self).update(dict.fromkeys(names, rank))
         self.attn_tp_size = ranks
         self._attn_sink_local = self.attn_sink if ranks == 1 and not since(version, "0.5.17") else None
 
