@@ -154,7 +154,7 @@ def parser(monkeypatch):
     return put
 
 
-def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT, **own):
+def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT, of_system=(), **own):
     module, _, kind = owner.partition(":")
     taken = {}
     for name, replace in methods:
@@ -162,7 +162,13 @@ def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT
         names["_extract_max_dynamic_patch"] = lambda _: (None, None)
         taken[name] = take(fetch(version), names, f"{kind}.{name}", module)
         taken[name] = replace(taken[name]) if replace else taken[name]
-    quiet = {"__getattr__": lambda self, name: lambda *_, **__: None, **taken}
+
+    def quiet_but(self, name):
+        if name == "_effective_tools":
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    quiet = {"__getattr__": quiet_but, **taken}
     chat = type(kind, (), quiet)()
     chat.__dict__ |= {"chat_encoding_spec": spec, "tool_call_parser": "deepseekv4", "is_gpt_oss": False}
     chat.__dict__ |= {"is_minimax_m3": False, "default_sampling_params": {}, "default_chat_template_kwargs": None}
@@ -171,7 +177,8 @@ def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT
     config = SimpleNamespace(is_multimodal=False)
     chat.template_manager = SimpleNamespace(reasoning_config=None)
     chat.tokenizer_manager = SimpleNamespace(server_args=arguments, model_config=config, **told)
-    chat._effective_tools = lambda request: request.tools
+    if since(version, CONFIG_SINCE):
+        chat._effective_tools = lambda request: [*request.tools, *of_system]
 
     def process(request, *_, **__):
         constraint = None
@@ -217,6 +224,9 @@ def test_an_answer_is_a_call_or_holds_to_its_schema(version, kind, parser):
         for text in ("", "Words.", "Words." + call("grep"), ANSWER + call("grep"), call("grep") + ANSWER):
             assert not lets(tag, text), text
         assert lets(tag, call("run", command="ls")) is (STRICT in tools)
+    if since(version, CONFIG_SINCE):
+        tag = json.loads(asked(version, made, ours=True, kind=kind, tools=(), of_system=(LOOSE,))["structural_tag"])
+        assert lets(tag, call("grep")) and lets(tag, ANSWER), "a system message's own tools"
 
 
 @every_release(SINCE)
