@@ -314,3 +314,8 @@ def test_calls_that_xgrammar_does_not_know_are_left_to_sglang(or_answer):
     calls = ("structural_tag", SimpleNamespace(model_dump=lambda by_alias: older))
     calls_or_answers.hold_to_either(params, calls, or_answer)
     assert params == {"json_schema": "{}"}
+    known = ("structural_tag", SimpleNamespace(model_dump=lambda by_alias: {"format": {}}))
+    for given, of in (({}, known), ({"regex": "a"}, known), (params, None), (params, ("json_schema", "{}"))):
+        before = dict(given)
+        calls_or_answers.hold_to_either(given, of, or_answer)
+        assert given == before
