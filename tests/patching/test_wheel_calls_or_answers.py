@@ -154,7 +154,9 @@ def parser(monkeypatch):
     return put
 
 
-def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT, of_system=(), **own):
+def serving(
+    version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT, of_system=(), reads="deepseekv4", **own
+):
     module, _, kind = owner.partition(":")
     taken = {}
     for name, replace in methods:
@@ -170,7 +172,7 @@ def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT
 
     quiet = {"__getattr__": quiet_but, **taken}
     chat = type(kind, (), quiet)()
-    chat.__dict__ |= {"chat_encoding_spec": spec, "tool_call_parser": "deepseekv4", "is_gpt_oss": False}
+    chat.__dict__ |= {"chat_encoding_spec": spec, "tool_call_parser": reads, "is_gpt_oss": False}
     chat.__dict__ |= {"is_minimax_m3": False, "default_sampling_params": {}, "default_chat_template_kwargs": None}
     arguments = SimpleNamespace(grammar_backend=backend)
     told = {"config_value": lambda name: vars(arguments)[name]} if since(version, CONFIG_SINCE) else {}
@@ -182,7 +184,7 @@ def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT
 
     def process(request, *_, **__):
         constraint = None
-        if request.tools and request.tool_choice != "none":
+        if reads and request.tools and request.tool_choice != "none":
             constraint = made(request.tools, "deepseekv4").get_structure_constraint(request.tool_choice)
         return Record(prompt_ids=[1], tool_call_constraint=constraint)
 
@@ -253,6 +255,7 @@ def test_all_else_is_held_as_sglang_has_it(version, parser, monkeypatch):
         {"kind": None, "choice": "required"},
         {"kind": None, "tools": (STRICT, LOOSE)},
         {"backend": "llguidance"},
+        {"reads": None},
         {"spec": "dsv41"},
     ):
         stock, ours = (asked(version, made, ours=of, **more) for of in (False, True))
