@@ -267,3 +267,10 @@ def test_what_was_never_run_is_left_for_the_first_forward(version):
 
 def test_what_the_load_returns_comes_through():
     assert replace_loading(lambda model, named: (True, named))(SimpleNamespace(modules=list), "x") == (True, "x")
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_end_of_an_update_is_told_to_sglang(runs):
+    told, updater = [], SimpleNamespace(get_model=torch.nn.Module)
+    replace_end(lambda self, *, run_post_load: told.append((self, run_post_load)))(updater, run_post_load=runs)
+    assert told == [(updater, runs)]
