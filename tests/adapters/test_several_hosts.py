@@ -122,25 +122,61 @@ def test_it_is_asked_once_where_the_first_group_is_made(hosts, card, bound, rank
 
 
 @pytest.mark.parametrize(
-    "asks", [{}, {"hosts": 1}, {"card": False}, {"world": 1}, {"tolerates": True}, {"alike": True}]
+    "asks",
+    [
+        *({}, {"hosts": 1}, {"card": False}, {"world": 1}, {"tolerates": True}, {"alike": True}),
+        *({"has_groups": False}, {"elastic": True}),
+    ],
 )
 def test_a_rank_that_differs_stops_in_front_of_its_layers(asks, monkeypatch):
-    asked = {"hosts": 2, "card": True, "world": 2, "tolerates": False, "alike": False} | asks
+    asked = {"hosts": 2, "card": True, "world": 2, "tolerates": False, "alike": False, "has_groups": True} | asks
     told = {"model_type": "deepseek_v4", "several_hosts": asked["hosts"] > 1, "on_served_card": asked["card"]}
+    told["ranks_come_and_go"], written = asked.get("elastic", False), []
     monkeypatch.setattr(models_served, "announced", lambda: told)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: asked["has_groups"])
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: asked["world"])
     chosen = settings.Settings(on_broken="warn" if asked["tolerates"] else "raise")
     monkeypatch.setattr(several_hosts.patching, "active_engine", lambda: SimpleNamespace(settings=chosen))
-    monkeypatch.setattr(several_hosts.report, "write", lambda: None)
+    monkeypatch.setattr(several_hosts.report, "write", lambda: written.append("the report"))
     monkeypatch.setattr(
         several_hosts, "ask", lambda wait_s: several_hosts.ALIKE if asked["alike"] else "rank 1 differs"
     )
     if asks:
         several_hosts.stop_unless_alike()
+        assert not written
         return
     with pytest.raises(PatchError, match=r"several_hosts: rank 1 differs. DSV4_SM120_ON_BROKEN=warn there"):
         several_hosts.stop_unless_alike()
+    assert written == ["the report"]
+
+
+def test_other_code_is_told_and_the_same_in_another_folder_is_not(monkeypatch, tmp_path):
+    def code(folder, **files):
+        for name, text in files.items():
+            place = tmp_path / folder / "fixes" / name.replace("_", ".")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
+        monkeypatch.setattr(several_hosts.deepseek_v4_sm120, "__file__", str(tmp_path / folder / "__init__.py"))
+        return several_hosts._code()
+
+    first = code("first", a_py="1", b_py="2")
+    assert code("second", a_py="1", b_py="2", reads_json="{}") == first and len(first) == 16
+    others = [code("third", a_py="1"), code("third", b_py="3"), code("fourth", a_py="2", b_py="1")]
+    assert len({first, *others}) == 4
+
+
+@pytest.mark.parametrize("names", [("get_server_args",), ("get_global_server_args",), ()])
+def test_the_arguments_are_asked_where_a_release_has_them(names, monkeypatch):
+    """The newer name first; 0.5.14 has that module without it, earlier ones have none."""
+    for package in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(__path__=[]))
+    told = SimpleNamespace(**dict.fromkeys(names, lambda: "by the context"))
+    if names:
+        monkeypatch.setitem(sys.modules, several_hosts.CONTEXT, SimpleNamespace(__spec__="there", **vars(told)))
+    by_arguments = SimpleNamespace(get_global_server_args=lambda: "by the arguments")
+    monkeypatch.setitem(sys.modules, several_hosts.SERVER_ARGS, by_arguments)
+    is_new = names == ("get_server_args",)
+    assert several_hosts.server_arguments() == ("by the context" if is_new else "by the arguments")
 
 
 def test_ranks_look_at_each_other_once(monkeypatch):

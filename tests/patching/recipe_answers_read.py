@@ -86,7 +86,7 @@ def tokenizer():
     return made
 
 
-def read(reader, recipe, case: str, way: int) -> list[str]:
+def read(reader, recipe, case: str, way: int, **of_finish) -> list[str]:
     """[thoughts, text]"""
     text, left_out, reason, stops, thinks = CASES[case]
     ids = recipe.encode_text(text)
@@ -100,7 +100,7 @@ def read(reader, recipe, case: str, way: int) -> list[str]:
     )
     steps = [ids[i : i + way] for i in range(0, len(ids), way)] if way else [ids]
     *steps, last = steps or [[]]
-    told = [*(made.feed(step) for step in steps), made.finish(last, reason)]
+    told = [*(made.feed(step) for step in steps), made.finish(last, reason, **of_finish)]
     assert made.num_consumed_tokens == len(ids)
     return ["".join(one.reasoning for one in told), "".join(one.content for one in told)]
 
@@ -146,11 +146,11 @@ def differ(reader, recipe) -> list[int]:
 
 
 def most_held(reader, recipe) -> int:
-    """The most tokens that a reader with a stop keeps back of an answer of unknown characters."""
+    """The most tokens that a reader with a stop keeps back, or remembers, of an answer of unknown characters."""
     made, held = reader(recipe, thinking_stage=None, parse_tool_calls=True, stop=("a stop",)), 0
     for token in recipe.encode_text(UNKNOWN * 100):
         made.feed([token])
-        held = max(held, len(made._pending_ids))
+        held = max(held, len(made._pending_ids), len(getattr(made, cut_characters.FED)))
     return held
 
 
@@ -208,6 +208,11 @@ def main(version: str) -> dict:
     models_served.announce_served_card({})
     return found | {
         "ours": all_ways(),
+        "with its stop": {
+            case: [read(reader, recipe, case, way, keep_matched_stop=True) for way in WAYS]
+            for case in CASES
+            if CASES[case][2].get("matched") is not None
+        },
         "most held": max(most_held(reader, recipe), longest_decoded(reader, recipe)),
         "decoded": decoded(reader, recipe),
         "differ, ours": differ(reader, recipe),

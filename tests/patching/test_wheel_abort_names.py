@@ -116,6 +116,7 @@ def record(request, told):
     return SimpleNamespace(req=request, host_staged=False, kv_receiver=receiver)
 
 
+POLLS_SINCE = "0.5.22"  # --enable-continuous-input-polling
 LOOKED_AT = {"chunked": ("0.5.14", "0.6"), "cur": ("0.5.12", "0.5.16"), "last": ("0.5.16", "0.6")}  # else in all
 ALONE = ("waiting", "grammars", "running", *LOOKED_AT)
 OF_ROLES = {"prefill": ("bootstrap", "inflight"), "decode": ("prealloc", "transfer", "retracted")}
@@ -151,6 +152,17 @@ def test_of_a_pipelines_batches_too(version):
         server.put(STAGES[0], "job-10")
         server.put(STAGES[1], "job-1b")
         both = {"job-10", "job-1b"} if since(version, "0.5.16") and not ours else set()
+        assert server.abort("job-1") == {"job-1"} | both
+
+
+def test_of_batches_whose_results_wait_too(version):
+    for ours in (False, True):
+        server = Server(version, ours=ours)
+        server.put("waiting", "job-1")
+        server.put(STAGES[0], "job-10", "job-1b")
+        queued = SimpleNamespace(reqs=server.places[STAGES[0]])
+        vars(server.scheduler).update(enable_continuous_input_polling=True, result_queue=[(queued, "its result")])
+        both = {"job-10", "job-1b"} if since(version, POLLS_SINCE) and not ours else set()
         assert server.abort("job-1") == {"job-1"} | both
 
 

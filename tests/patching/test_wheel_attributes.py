@@ -279,7 +279,6 @@ OBJECTS = {
         **dict.fromkeys(("shared", "tokenized_obj.sampling_params"), SAMPLING_PARAMS),
     },
     "known_turns": {"manager": ((TOKENIZER_MANAGER,),)},
-    "stored_responses": {"request": ((f"{OPENAI}.protocol:ResponsesRequest",),)},
     "sampled_states": {"obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),)},
     "token_logprobs": {
         "serving": ((CHAT,),),

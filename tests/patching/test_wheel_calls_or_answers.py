@@ -154,7 +154,9 @@ def parser(monkeypatch):
     return put
 
 
-def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT, **own):
+def serving(
+    version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT, of_system=(), reads="deepseekv4", **own
+):
     module, _, kind = owner.partition(":")
     taken = {}
     for name, replace in methods:
@@ -162,20 +164,27 @@ def serving(version, made, *methods, backend="xgrammar", spec="dsv4", owner=CHAT
         names["_extract_max_dynamic_patch"] = lambda _: (None, None)
         taken[name] = take(fetch(version), names, f"{kind}.{name}", module)
         taken[name] = replace(taken[name]) if replace else taken[name]
-    quiet = {"__getattr__": lambda self, name: lambda *_, **__: None, **taken}
+
+    def quiet_but(self, name):
+        if name == "_effective_tools":
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    quiet = {"__getattr__": quiet_but, **taken}
     chat = type(kind, (), quiet)()
-    chat.__dict__ |= {"chat_encoding_spec": spec, "tool_call_parser": "deepseekv4", "is_gpt_oss": False}
+    chat.__dict__ |= {"chat_encoding_spec": spec, "tool_call_parser": reads, "is_gpt_oss": False}
     chat.__dict__ |= {"is_minimax_m3": False, "default_sampling_params": {}, "default_chat_template_kwargs": None}
     arguments = SimpleNamespace(grammar_backend=backend)
     told = {"config_value": lambda name: vars(arguments)[name]} if since(version, CONFIG_SINCE) else {}
     config = SimpleNamespace(is_multimodal=False)
     chat.template_manager = SimpleNamespace(reasoning_config=None)
     chat.tokenizer_manager = SimpleNamespace(server_args=arguments, model_config=config, **told)
-    chat._effective_tools = lambda request: request.tools
+    if since(version, CONFIG_SINCE):
+        chat._effective_tools = lambda request: [*request.tools, *of_system]
 
     def process(request, *_, **__):
         constraint = None
-        if request.tools and request.tool_choice != "none":
+        if reads and request.tools and request.tool_choice != "none":
             constraint = made(request.tools, "deepseekv4").get_structure_constraint(request.tool_choice)
         return Record(prompt_ids=[1], tool_call_constraint=constraint)
 
@@ -217,6 +226,9 @@ def test_an_answer_is_a_call_or_holds_to_its_schema(version, kind, parser):
         for text in ("", "Words.", "Words." + call("grep"), ANSWER + call("grep"), call("grep") + ANSWER):
             assert not lets(tag, text), text
         assert lets(tag, call("run", command="ls")) is (STRICT in tools)
+    if since(version, CONFIG_SINCE):
+        tag = json.loads(asked(version, made, ours=True, kind=kind, tools=(), of_system=(LOOSE,))["structural_tag"])
+        assert lets(tag, call("grep")) and lets(tag, ANSWER), "a system message's own tools"
 
 
 @every_release(SINCE)
@@ -243,6 +255,7 @@ def test_all_else_is_held_as_sglang_has_it(version, parser, monkeypatch):
         {"kind": None, "choice": "required"},
         {"kind": None, "tools": (STRICT, LOOSE)},
         {"backend": "llguidance"},
+        {"reads": None},
         {"spec": "dsv41"},
     ):
         stock, ours = (asked(version, made, ours=of, **more) for of in (False, True))
@@ -304,3 +317,8 @@ def test_calls_that_xgrammar_does_not_know_are_left_to_sglang(or_answer):
     calls = ("structural_tag", SimpleNamespace(model_dump=lambda by_alias: older))
     calls_or_answers.hold_to_either(params, calls, or_answer)
     assert params == {"json_schema": "{}"}
+    known = ("structural_tag", SimpleNamespace(model_dump=lambda by_alias: {"format": {}}))
+    for given, of in (({}, known), ({"regex": "a"}, known), (params, None), (params, ("json_schema", "{}"))):
+        before = dict(given)
+        calls_or_answers.hold_to_either(given, of, or_answer)
+        assert given == before

@@ -59,6 +59,16 @@ def test_a_stop_behind_a_character(version):
 
 
 @with_recipe
+def test_a_stop_that_is_to_be_told_is(version):
+    """With no_stop_trim."""
+    found = read(version)["with its stop"]
+    assert {"stopped", *STOPPED, *AT_ITS_END, "ended by a token"} == set(found)
+    for case, ways in found.items():
+        text = CASES[case][0]
+        assert all(told == ["", text] for told in ways), (case, ways)
+
+
+@with_recipe
 def test_unknown_characters_in_front_of_a_stop_take_no_others_with_them(version):
     for case in AT_ITS_END:
         assert all(found == ["", TEXT] for found in read(version)["ours"][case].values()), case

@@ -169,3 +169,10 @@ def test_idle_cards_are_asked_for_nothing():
     batch.prepare()
     assert batch.is_noop(None)
     batch.adjust(next_token_logits=SAID[None], sampling_info=None, draft_token_num=WIDTH)
+
+
+def test_what_sglang_has_adjusted_is_no_less_adjusted_and_one_sum_is_enough():
+    assert adapter.replace_are_noop(lambda info: False)(None) is False
+    for added, scaled in ((None, "a sum"), ("a sum", None), ("a sum", "a sum"), (None, None)):
+        info = SimpleNamespace(acc_additive_penalties=added, acc_scaling_penalties=scaled)
+        assert adapter.is_penalised(info) is not (added is scaled is None)

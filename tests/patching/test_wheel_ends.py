@@ -165,6 +165,17 @@ def test_a_stop_in_front_of_another(version):
 
 @pytest.mark.usefixtures("opened")
 @every_release()
+def test_a_pattern_that_holds_in_the_midst_of_a_step(version):
+    """And no longer behind its last token; no string is asked for."""
+    answers, tokens = Answers(version), [3, 1, 3, 8]
+    told, _ = answers.told(tokens, [3, 1], answers.ours, patterns=["b+$"])
+    assert told[0] == "FINISHED_MATCHED_REGEX" and told[2:] == (2, " cb")
+    stock, _ = answers.told(tokens, [3, 1], answers.stock, patterns=["b+$"])
+    assert stock[2] == (2 if since(version, "0.5.23") else 4)  # so the row is needed
+
+
+@pytest.mark.usefixtures("opened")
+@every_release()
 def test_an_end_and_a_stop_in_one_step(version):
     """SGLang looks for the stop first from 0.5.14 on, before for the end."""
     answers, end_first, stop_first = Answers(version), [1, END, 10, 8], [1, 8, 10, END]
@@ -267,6 +278,9 @@ def test_what_has_no_thoughts_is_handed_on(monkeypatch):
     for batch in (SimpleNamespace(embeddings=[1]), SimpleNamespace(reasoning_tokens=[], completion_tokens=[])):
         before = copy.deepcopy(batch)
         assert asyncio.run(thought_counts.replace_handle(hand_on)(None, batch)) == before
+    monkeypatch.setattr(models_served, "has_served_card", lambda: False)
+    of_others = SimpleNamespace(reasoning_tokens=[5], completion_tokens=[3])
+    assert asyncio.run(thought_counts.replace_handle(hand_on)(None, copy.deepcopy(of_others))) == of_others
 
 
 @pytest.mark.parametrize("folder", ["speculative/dspark", "kernels/ops/speculative/dspark"])

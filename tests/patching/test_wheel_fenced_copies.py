@@ -241,3 +241,8 @@ def test_the_row_is_for_the_releases_that_need_it(version):
     loads, writes = not since(version, "0.5.19"), RACES["write"](version)
     needed = {"start_loading": loads, "start_writing": writes, "run_event_loop": loads or writes}
     assert replaced == {name for name, there in needed.items() if there}
+
+
+@pytest.mark.parametrize("cache", [SimpleNamespace(), SimpleNamespace(cache_controller=None)])
+def test_a_server_without_a_hierarchical_cache_runs_as_ever(cache):
+    assert replace_run_event_loop(lambda self: "ran")(SimpleNamespace(tree_cache=cache)) == "ran"

@@ -32,7 +32,7 @@ class Manager:
     """A tokenizer manager: what is asked of it, and how ready the server said it was then."""
 
     is_generation, context_len, max_req_input_len, tokenizer = True, 1 << 20, 40000, "a tokenizer"
-    gracefully_exit, refused, hangs, left, is_deaf = False, (), (), 0, False
+    gracefully_exit, refused, hangs, left, is_deaf, takes_s = False, (), (), 0, False, 0
 
     def __init__(self, events, loop):
         self.events, self.event_loop, self.server_status, self.asked = events, loop, Status.Starting, []
@@ -50,6 +50,7 @@ class Manager:
                 await self.waiting[request.rid].wait()
             finally:
                 self.left += 1
+        await asyncio.sleep(self.takes_s)
         yield {}
 
     def abort_request(self, rid):
@@ -139,14 +140,34 @@ def asked_at(events):
 
 
 @every_release(FIRST)
-def test_they_are_asked_behind_sglangs_own_and_in_front_of_ready(version, start, served_card, told):
+def test_they_are_asked_behind_sglangs_own_and_in_front_of_ready(version, start, served_card, told, monkeypatch):
     assert start(version, ours=False)[1] == [OWN, READY]
+    written = []
+    monkeypatch.setattr(report, "write", lambda: written.append(report._notes[first_requests.PATCH][0]()))
     manager, events = start(version)
     assert (events[0], events[-1]) == (OWN, READY)
     assert asked_at(events) == [Status.Starting] * (len(events) - 2) != []  # so /health says 503 meanwhile
     assert manager.server_status is Status.Up
     assert [kind for kind, _ in told] == ["info", "info"]  # what is asked, and how to leave it out, before it may end
     assert "first_requests=off" in told[0][1] and "answered in" in told[1][1]
+    assert len(written) == 1 and written[0].startswith(f"first_requests: first requests of {len(of(slots=4))} kinds")
+    assert max(len(one["input_ids"]) for one in manager.asked) == 8192 + 1 + 128
+
+
+def test_what_took_long_is_told(start, served_card, told, monkeypatch):
+    start("0.5.23")
+    monkeypatch.setattr(first_requests, "SLOW_S", 0.0)
+    start("0.5.23")
+    assert [" (a chunk and a row 0.0 s, " in text for _, text in told if "answered in" in text] == [False, True]
+    assert " s (" not in told[1][1]
+
+
+def test_limits_that_nobody_has_set_keep_nothing_from_being_asked(start, served_card, told, monkeypatch):
+    monkeypatch.setattr(first_requests, "BEAT_S", 0.01)  # the loop is asked meanwhile whether it runs, and it does
+    changes = {"max_req_input_len": None, "takes_s": 0.005}
+    manager, _ = start("0.5.23", max_running_requests=None, changes=changes)
+    at_most = sum(map(len, of(slots=32).values()))
+    assert len(manager.asked) == at_most and all(kind == "info" for kind, _ in told)
 
 
 @every_release(FIRST)
@@ -168,8 +189,8 @@ def test_a_server_that_does_not_start_is_asked_nothing(version, start, served_ca
         {"changes": {"event_loop": None}},
     ],
 )
-def test_nor_one_that_serves_otherwise(change, start, served_card):
-    assert start("0.5.23", **change)[1] == [OWN, READY]
+def test_nor_one_that_serves_otherwise(change, start, served_card, told):
+    assert start("0.5.23", **change)[1] == [OWN, READY] and told == []
 
 
 def test_a_longer_watchdog_or_none_is_no_reason(start, served_card):
@@ -191,8 +212,10 @@ def test_what_is_refused_is_told_and_stops_nothing(start, served_card, told):
     assert sum("not answered: no grammar here" in text for kind, text in told if kind == "warn") == 1
     assert [len(one["input_ids"]) for one in manager.asked if "json_schema" in one["sampling_params"]] == [5]  # alone
     assert sum(one["sampling_params"]["temperature"] > 0 for one in manager.asked) == 2 + 4  # others' at once, as ever
-    manager, _ = start("0.5.23", grammar_backend="none")
-    assert all("json_schema" not in one["sampling_params"] for one in manager.asked)
+    for without in ({"grammar_backend": "none"}, {"changes": {"tokenizer": None}}):
+        manager, _ = start("0.5.23", **without)
+        assert all("json_schema" not in one["sampling_params"] for one in manager.asked)
+        assert sum(one["sampling_params"]["temperature"] > 0 for one in manager.asked) == 2 + 4
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])

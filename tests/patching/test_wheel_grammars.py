@@ -83,4 +83,8 @@ def test_the_compiler_has_a_bound_unless_another_was_asked_for(monkeypatch):
     assert compiler(1, cache_limit_bytes=5).told == (1, True, 5) and isinstance(compiler(1), GrammarCompiler)
     assert inspect.unwrap(compiler) is GrammarCompiler
     monkeypatch.setattr(grammars, "is_ours", lambda: False)
+    of_others = backend("0.5.23", ours=True)
+    for number in range(MANY):
+        of_others.set_cache(key(number), Grammar())
+    assert len(of_others.cache) == MANY
     assert compiler(1).told == (1, True, -1)

@@ -164,6 +164,7 @@ def test_text_with_marks_and_tasks_stay_sglangs(version):
         request = asked({"content": text}, goes_on=True, thinking=True)
         assert prompt(ours, request) == prompt(stock, request)
         assert told(ours, version, request)[0 if "</think>" not in text else 1] == "more."
+        assert ours._get_reasoning_from_request(request) is ("</think>" not in text)
     for goes_on in EITHER:
         request = asked(BOTH, goes_on=goes_on, thinking=True, task="title")
         found = [
@@ -171,6 +172,20 @@ def test_text_with_marks_and_tasks_stay_sglangs(version):
             for one in (stock, ours)
         ]
         assert found[0] == found[1]
+
+
+@before_recipe
+def test_on_other_cards_all_stays_sglangs(version, monkeypatch):
+    stock, ours = chat(version, ours=False), chat(version, ours=True)
+    for is_ours in EITHER:
+        monkeypatch.setattr(models_served, "has_served_card", lambda is_ours=is_ours: is_ours)
+        for goes_on in EITHER:
+            request = asked(BOTH, goes_on=goes_on, thinking=True)
+            assert (prompt(ours, request) == prompt(stock, request)) is not is_ours
+            thinks = [one._get_reasoning_from_request(request) for one in (stock, ours)]
+            assert thinks == [True, not (is_ours and goes_on)]
+        encode = last_turns.replace_encode(lambda messages, thinking_mode: f"prompt{END}")
+        assert encode([{"role": "assistant"}], "chat") == f"prompt{END}" + "<｜Assistant｜></think>" * is_ours
 
 
 @every_release()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.sglang_patches.fixes.loaded_prefixes import replace_execute
+from deepseek_v4_sm120.sglang_patches.fixes.loaded_prefixes import replace_execute, wait_for_loads
 from deepseek_v4_sm120.sglang_patches.names import MODEL
 from deepseek_v4_sm120.sglang_patches.table import LOADED_PREFIXES
 from tests.patching.test_wheel_prefill_graphs import RUNNER, Capture, breakable
@@ -153,3 +153,16 @@ def test_a_graphs_breaks_have_neither_the_indexer_nor_the_compressors(version):
 def test_the_row_is_for_every_release_with_such_graphs():
     (target,) = LOADED_PREFIXES.targets
     assert target.sglang == f">={FIRST},<0.6"
+
+
+def test_where_nothing_is_loaded_nothing_is_waited_for():
+    """Without a hierarchical cache, and where a pass has no prefix to load."""
+    for pool in (SimpleNamespace(), SimpleNamespace(layer_transfer_counter=None)):
+        wait_for_loads(pool)
+    counter, waited = SimpleNamespace(consumer_index=-1, num_layers=2), []
+    counter.wait_until = waited.append
+    wait_for_loads(SimpleNamespace(layer_transfer_counter=counter))
+    assert waited == []
+    counter.consumer_index = 0
+    wait_for_loads(SimpleNamespace(layer_transfer_counter=counter))
+    assert waited == [0, 1]

@@ -189,3 +189,7 @@ def test_elsewhere_it_stays_sglangs(model, card, opened):
     torch.testing.assert_close(accept(info(**ASKED["top_k"])), alone(ASKED["top_k"]))
     accept(info())
     assert accept.others == ["block"] and accept.is_noop(info())
+
+
+def test_what_sglang_has_adjusted_is_no_less_adjusted():
+    assert adapter.replace_are_noop(lambda info: False)(None) is False

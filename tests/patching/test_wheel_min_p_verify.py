@@ -119,3 +119,12 @@ def test_sglangs_verification_does_not_know_min_p(version):
     assert "min_p" not in sample
     at_call = sample.partition("Sample tokens")[2].partition("sampling_fn(")[0]
     assert (f"    {TREE},\n" in at_call) == (not since(version, VERSION))
+
+
+def test_what_has_just_as_much_as_is_asked_for_stays():
+    """Of a min_p of 1 the likeliest, all of them where several are; of 0 everything, bit for bit."""
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.125]).repeat(3, 1, 1)
+    probs[0, 0] = torch.tensor([0.375, 0.375, 0.25, 0.0])
+    min_p_verify.keep_min_p(probs, torch.tensor([1.0, 0.5, 0.0]))
+    expected = [[0.5, 0.5, 0.0, 0.0], [2 / 3, 1 / 3, 0.0, 0.0], [0.5, 0.25, 0.125, 0.125]]
+    torch.testing.assert_close(probs[:, 0], torch.tensor(expected))

@@ -186,3 +186,20 @@ def test_without_speculation_the_count_is_sglangs():
         batch.spec_algorithm = algorithm("NONE")
         batch.prepare()
         assert [told[3] for told in batch.told()] == [[1]] * len(LEAST)
+
+
+def test_every_end_is_one_and_what_is_not_there_is_none():
+    tokenizer = SimpleNamespace(additional_stop_token_ids={3}, eos_token_id=4)
+    params = SimpleNamespace(stop_token_ids={1})
+    assert min_tokens.ends_of(SimpleNamespace(sampling_params=params, eos_token_ids={2}, tokenizer=tokenizer)) == {
+        *range(1, 5)
+    }
+    params, tokenizer = SimpleNamespace(stop_token_ids=None), SimpleNamespace(additional_stop_token_ids=None)
+    tokenizer.eos_token_id = None
+    for one in (None, tokenizer):
+        asked = SimpleNamespace(sampling_params=params, eos_token_ids=None, tokenizer=one)
+        assert min_tokens.ends_of(asked) == set()
+
+
+def test_releases_without_dspark_do_not_know_its_name():
+    assert min_tokens.is_verified(SimpleNamespace(is_eagle=lambda: False)) is False

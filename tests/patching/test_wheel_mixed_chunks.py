@@ -37,10 +37,10 @@ class Running:
 
 class Scheduler:
     def __init__(self, mixes):
-        self.is_mixed_chunk = mixes
+        self.is_mixed_chunk, self.prepared = mixes, []
 
     def look(self, prefill_delayer_single_pass, running_batch):
-        fix.replace_prepare(lambda batch: None)("the prompts")
+        fix.replace_prepare(self.prepared.append)("the prompts")
         return self.is_mixed_chunk, running_batch
 
     look_with_ours = fix.replace_next_prompts(look)
@@ -51,6 +51,7 @@ def test_answers_without_room_sit_out_the_pass_and_no_other(has_room, finished):
     scheduler, running = Scheduler(True), Running(has_room, finished)
     found = scheduler.look_with_ours(prefill_delayer_single_pass=None, running_batch=running)
     assert found == (has_room or finished, running) and scheduler.is_mixed_chunk is True and not fix._looking
+    assert scheduler.prepared == ["the prompts"]
 
 
 def test_where_nothing_is_mixed_or_another_model_runs_nobody_is_asked(monkeypatch):

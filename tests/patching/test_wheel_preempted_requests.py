@@ -145,6 +145,11 @@ class Prompt(Request):
     def set_extend_input_len(self, length):
         self.extend_input_len = length
 
+    def read(self, version, tokens):
+        """So many of it are; under the one name that the release has for it."""
+        del self.prefix_indices, self.prefix_len
+        vars(self).update({"prefix_len": tokens} if since(version, "0.5.22") else {"prefix_indices": [0] * tokens})
+
     def __init__(self, tokens):
         super().__init__("the prompt", 0)
         self.full_untruncated_fill_ids = self.fill_ids = [0] * tokens

@@ -98,6 +98,11 @@ def test_a_call_that_is_no_object_is_told_as_it_stands(version, given):
     found = prompt(serving(version, cut_arguments), request)
     assert f'<｜DSML｜parameter name="arguments" string="true">{given}</｜DSML｜parameter>' in found
     assert request == before
+    beside = copy.deepcopy(request.messages[2].tool_calls[0])
+    beside.function.arguments = '{"zone": "Rome"}'
+    request.messages[2].tool_calls.append(beside)
+    found = prompt(serving(version, cut_arguments), request)
+    assert f'name="arguments" string="true">{given}</' in found and '<｜DSML｜parameter name="zone"' in found
 
 
 @before_recipe

@@ -108,6 +108,13 @@ def test_an_empty_session_and_one_request_of_it_are_sglangs(version):
     assert talk.kept == theirs.kept == ["first", "again"]
 
 
+def test_a_request_that_goes_on_from_none_takes_none_away(version):
+    (talk, requests), (theirs, _) = grown(version), grown(version, ours=False)
+    assert [list(one.ask("another", [7]).origin_input_ids) for one in (talk, theirs)] == [[7]] * 2
+    assert talk.kept == theirs.kept == ["first", "second", "fork", "runs", "another"]
+    assert [one.to_finish for one in requests] == [None] * 4
+
+
 def test_a_streaming_session_refuses_it_and_keeps_its_turn(version):
     talk = Talk(version, streaming=True)
     node = SimpleNamespace(req=Request("first", array("q", [1])), abort=None)

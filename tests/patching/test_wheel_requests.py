@@ -135,6 +135,15 @@ def test_a_turn_that_comes_back_has_its_words(version):
     assert not isinstance(created(version, ours=True, spec="dsv41"), list)
 
 
+def test_a_text_and_what_came_otherwise_than_over_http_are_as_they_were():
+    async def create(self, request, raw_request=None):
+        return request.input
+
+    method, made, items = echoed_items.replace_create(create), SimpleNamespace(chat_encoding_spec="dsv4"), [dict(ECHO)]
+    for given, raw in (("words", Body("words")), (items, None)):
+        assert asyncio.run(method(made, SimpleNamespace(input=given), raw)) is given
+
+
 RESULTS = [[{"type": "input_text", "text": "two "}, {"type": "input_text", "text": "parts"}], "one", [], ""]
 RESULTS += [[{"type": "input_image", "image_url": "x"}, {"type": "output_text", "text": "seen"}]]
 AS_TEXT = ["two parts", "one", "", "", "seen"]
@@ -204,6 +213,7 @@ def test_an_error_has_its_own_status(version):
     full = Failed(503, "The request queue is full.")
     assert answered(version, full, ours=False) == (400, f"503: {full.detail}")  # so the row is needed
     assert answered(version, full, ours=True) == (503, full.detail)
+    assert answered(version, Failed(500, "a card's fault"), ours=True) == (500, "a card's fault")
     assert answered(version, full, ours=True, spec="dsv41") == answered(version, full, ours=False)
     for error in (ValueError("too long"), Failed(400, "bad"), KeyError("x")):
         assert answered(version, error, ours=True) == answered(version, error, ours=False)
@@ -462,10 +472,12 @@ def test_a_strict_schema_may_be_any(version, recipe):  # noqa: F811
         assert prompted(version, recipe, fine, ours=True) == prompted(version, recipe, fine, ours=False)
         loose = asked_with(WHOLE, tool=tool, strict=False)  # a tool's schema is written anew, so recipe must be asked
         assert (prompted(version, recipe, fine, ours=True) != prompted(version, recipe, loose, ours=True)) == tool
-    wrong = asked_with({"type": "array"}, tool=True, strict=False)
-    for of in (False, True):
-        with pytest.raises(ValueError, match="must be a JSON Schema of"):
-            prompted(version, recipe, wrong, ours=of)
+    wrong = {"must be a JSON Schema of": asked_with({"type": "array"}, tool=True, strict=False)}
+    wrong["of type 'json_object'"] = {"response_format": {"type": "json_object"}}  # where nobody asks for JSON in words
+    for words, given in wrong.items():
+        for of in (False, True):
+            with pytest.raises(ValueError, match=words):
+                prompted(version, recipe, given, ours=of)
 
 
 # ---- prompts_aside

@@ -33,7 +33,8 @@ class Waiting(Prompt):
 
     def init_next_round_input(self, tree_cache):
         assert tree_cache == "the cache"
-        self.prefix_len, self.prefix_indices = self.cached, [0] * self.cached
+        self.prefix_len = self.prefix_indices = None
+        self.read(self.version, self.cached)
 
 
 class Scheduler:
@@ -47,6 +48,9 @@ class Scheduler:
 
     def look(self, prefill_delayer_single_pass, running_batch):
         self.adder = adder = reader_of(self.wheel, self.version, 10 * CHUNK)
+        for request in (*self.waiting_queue, self.chunked_req):
+            request.version = self.version
+        self.chunked_req.init_next_round_input("the cache")
         adder.tree_cache, adder.rem_total_tokens = "the cache", self.free
         adder._update_prefill_budget = lambda _, tokens, *__, **___: vars(adder).update(
             rem_chunk_tokens=adder.rem_chunk_tokens - tokens
@@ -73,6 +77,7 @@ class Scheduler:
         (chunk, *others), request = self.adder.can_run_list, self.chunked_req
         assert chunk is request and self.left is request
         length = request.extend_range.length if self.version < "0.5.22" else request.extend_end - request.prefix_len
+        assert (self.adder in fix._shared) is (length < CHUNK), "where no second prompt may be cut"
         return length, [other.rid for other in others]
 
 
@@ -112,6 +117,11 @@ def test_the_kv_cache_keeps_what_the_long_prompt_still_needs(version, sglang_whe
     scheduler = Scheduler(sglang_wheel(version), version, [Waiting("a", 20), Waiting("b", 16)])
     scheduler.free = needs + 2 * wants - 5
     assert scheduler.pass_of()[0] == CHUNK - 2 * PAGE, "for a alone"
+    for said, let_in in ((4, ["a"]), (90, [])):  # before they were retracted: 6 and 0 tokens are to come, not 10 each
+        scheduler = Scheduler(sglang_wheel(version), version, [Waiting("a", 20)])
+        scheduler.waiting_queue[0].output_ids = scheduler.chunked_req.output_ids = [0] * said
+        scheduler.free = needs + wants - 7 if let_in else needs + wants - 20
+        assert scheduler.pass_of()[1] == let_in
 
 
 @every_release(SINCE)
@@ -173,6 +183,8 @@ def test_no_second_prompt_is_cut(version, sglang_wheel):
     fix._shared.add(adder)
     assert ours(adder, long, **given) == "other" and stock(adder, long, **given).is_chunked
     assert not ours(adder, short, **given).is_chunked
+    adder._check_prefill_budget, adder._swa_admission_gate = lambda *_, **__: (False, 0), lambda *_: ("no token", 0)
+    assert ours(adder, long, **given) == stock(adder, long, **given) == "no token", "why is SGLang's to say"
 
 
 @every_release(SINCE)

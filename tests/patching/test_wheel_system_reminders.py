@@ -64,6 +64,7 @@ CASES = [
     ([QUESTION, ("system", "S")], [HEAD, QUESTION, told("S")]),
     ([QUESTION, ("system", "S"), WORDS, QUESTION], [HEAD, QUESTION, told("S"), WORDS, QUESTION]),
     ([("system", "S"), QUESTION], [HEAD, told("S"), QUESTION]),
+    ([QUESTION, WORDS, ("system", "S"), ("user", "V")], [HEAD, QUESTION, WORDS, told("S"), ("user", "V")]),
     ([QUESTION, ("system", [block("text", text="a"), block("text", text="b")])], [HEAD, QUESTION, told("a\n\nb")]),
     ([QUESTION, ("system", "")], [HEAD, QUESTION]),
     ([QUESTION, ("assistant", CALL), ("system", "S")], [HEAD, QUESTION, WORDS, told("S")]),

@@ -31,7 +31,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.attn_sink = torch.nn.Parameter(sinks(OLD), requires_grad=False)
         self.n_heads, self.n_local_heads = HEADS, HEADS // ranks
-        self.tp_rank = self.attn_tp_rank = rank
+        names = ["attn_tp_rank"] * since(version, "0.5.16") + ["tp_rank"] * (not since(version, "0.5.17"))
+        vars(self).update(dict.fromkeys(names, rank))
         self.attn_tp_size = ranks
         self._attn_sink_local = self.attn_sink if ranks == 1 and not since(version, "0.5.17") else None
 
@@ -266,3 +267,10 @@ def test_what_was_never_run_is_left_for_the_first_forward(version):
 
 def test_what_the_load_returns_comes_through():
     assert replace_loading(lambda model, named: (True, named))(SimpleNamespace(modules=list), "x") == (True, "x")
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_end_of_an_update_is_told_to_sglang(runs):
+    told, updater = [], SimpleNamespace(get_model=torch.nn.Module)
+    replace_end(lambda self, *, run_post_load: told.append((self, run_post_load)))(updater, run_post_load=runs)
+    assert told == [(updater, runs)]

@@ -32,13 +32,14 @@ def asked(wheel, version, *, ours=True, shares=False, in_flight=0, room=PAGE):
 
     evict = take(wheel, {"free_swa_out_of_window_slots": free}, EVICT, BATCH.partition(":")[0])
     known = {"supports_swa": lambda: True, "evict_sliding_windows": free, "swa_retain_floor": lambda _: None}
-    known |= {"supports_prefix_sharing": lambda: shares} if since(version, "0.5.22") else {}
+    has_new_name = since(version, "0.5.22")
+    known |= {"supports_prefix_sharing": lambda: shares} if has_new_name else {"is_chunk_cache": lambda: not shares}
     known |= {"sliding_window_size": 8, "page_size": PAGE, "req_to_token_pool": None}
     adder.tree_cache, adder.token_to_kv_pool_allocator = SimpleNamespace(**known), None
-    adder.tree_cache.is_chunk_cache = lambda: not shares
     adder.running_batch = type("Batch", (), {"_evict_swa": evict, "reqs": (), "batch_size": lambda _: 0})()
     prompt = Prompt(READ + LEFT)
-    prompt.prefix_indices, prompt.prefix_len, prompt.inflight_middle_chunks = [0] * READ, READ, in_flight
+    prompt.read(version, READ)
+    prompt.inflight_middle_chunks = in_flight
     add = add_chunk_of(wheel)
     return (fix.replace_add_chunk(add) if ours else add)(adder, prompt), adder.can_run_list, given_back
 

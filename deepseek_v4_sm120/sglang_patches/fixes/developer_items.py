@@ -37,7 +37,7 @@ def in_place(items: list) -> list:
         if kind in MESSAGE and role in INSTRUCTIONS:
             if has_begun and role == DEVELOPER:
                 item = {**item, "role": "user"}
-            (held if calls and has_begun else made).append(item)
+            (held if calls else made).append(item)
             continue
         has_begun = True
         if kind and kind.endswith(RESULT):

@@ -39,18 +39,18 @@ def replace_init(original: Callable) -> Callable:
             kept = Kept(tells_behind=history is not None)
             self.msg_store, self.response_store = kept.messages, kept.responses
             if history is not None:
-                setattr(self, HISTORY, remembered(history, kept.messages))
+                setattr(self, HISTORY, remembered(history))
 
     return __init__
 
 
-def remembered(original: Callable, messages: Messages) -> Callable:
+def remembered(original: Callable) -> Callable:
     """original: request -> the messages of the response before, and its own; asked as it comes and when it is over."""
 
     @functools.wraps(original)
     def _response_input_history(request):
-        before, known = request.previous_response_id, vars(request)
-        if before is None or before in messages or BEGUN not in known:
+        known = vars(request)
+        if BEGUN not in known:
             known[BEGUN] = original(request)
         return list(known[BEGUN])
 
