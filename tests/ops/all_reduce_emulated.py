@@ -91,12 +91,12 @@ def harness(others: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()) ->
 
 def program(others: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]) -> Path:
     """Its last argument is one of the others' numbers; -1: the kernels as they are."""
-    return made_of(harness(others), *FLAGS, "-O1", "-Wno-unused-function")
+    return made_of(harness(others), *FLAGS, "-Og", "-Wno-unused-function")
 
 
 def library() -> Path:
     """What stands for the module."""
-    return made_of(harness(), *FLAGS, "-O1", "-DLIBRARY", "-shared", "-fPIC")
+    return made_of(harness(), *FLAGS, "-Og", "-DLIBRARY", "-shared", "-fPIC")
 
 
 class Emulated:

@@ -56,7 +56,7 @@ inline void carry_out(bool all) {
   auto& pending = mine().pending;
   std::shuffle(pending.begin(), pending.end(), world.dice);
   while (!pending.empty() && (all || rolls(2))) {
-    *pending.back().word = pending.back().value;
+    *static_cast<volatile uint32_t*>(pending.back().word) = pending.back().value;  // other processes look too
     pending.pop_back();
     world.give_way();
   }
@@ -99,7 +99,7 @@ inline void give_up() {
 }
 inline uint32_t load_relaxed(const uint32_t* p) {
   world.give_way();
-  return *p;
+  return *static_cast<const volatile uint32_t*>(p);
 }
 inline uint4 load_relaxed(const uint4* p) {
   carry_out(rolls(8));
