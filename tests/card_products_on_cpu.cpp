@@ -1,14 +1,14 @@
-// csrc/card/products.cu on the CPU: its own text, a host thread for each lane of a warp. What an mma makes of the lanes' registers is written
+// csrc/card/products.cu on the CPU: its own text, the lanes of a warp in turn (turns_on_cpu.h). What an mma makes of the lanes' registers is written
 // down here from the PTX ISA's text alone ("Matrix Fragments for mma.m16n8k32" of 8 bits and "m16n8k16" of 16, "Block Scaling for mma.sync"
 // with .scale_vec::1X and selectors of zero), in float64.
 // The test that compiles this puts the texts of card.h and products.cu in place of the marked line.
-#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <vector>
+
+#include "turns_on_cpu.h"
 
 #define __device__
 #define __global__
@@ -16,11 +16,7 @@
 #define __launch_bounds__(...)
 
 using cudaStream_t = void*;
-struct Index {
-  unsigned x;
-};
-thread_local Index threadIdx, blockIdx;
-std::barrier<> warp(32);
+turns::Meeting warp{32};
 
 inline double e4m3(uint32_t byte) {
   const int exponent = byte >> 3 & 15, mantissa = byte & 7;
@@ -78,15 +74,11 @@ void mma_block_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
 
 //@@ the kernel
 
-extern "C" void products(const void* a, const void* b, const void* a_scale, const void* b_scale, const float* c, float* d, int count, bool half) {
+// false: some lanes wait for ever
+extern "C" bool products(const void* a, const void* b, const void* a_scale, const void* b_scale, const float* c, float* d, int count, bool half) {
   const auto bytes = [](const void* p) { return static_cast<const uint8_t*>(p); };
   const dsv4::card::Products given = {bytes(a), bytes(b), bytes(a_scale), bytes(b_scale), c, d, count, half};
-  std::vector<std::thread> lanes;
-  for (unsigned lane = 0; lane < 32; ++lane) {
-    lanes.emplace_back([&, lane] {
-      threadIdx.x = lane;
-      for (blockIdx.x = 0; blockIdx.x < static_cast<unsigned>(count); ++blockIdx.x) dsv4::card::kernel_of(given)(given);
-    });
-  }
-  for (auto& lane : lanes) lane.join();
+  for (blockIdx.x = 0; blockIdx.x < static_cast<unsigned>(count); ++blockIdx.x)
+    if (!turns::run(32, [&] { dsv4::card::kernel_of(given)(given); })) return false;
+  return true;
 }

@@ -3,7 +3,9 @@ one run of the tests to the next only what has changed is compiled, and of all w
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -30,3 +32,26 @@ def made_of(text: str, *flags: str) -> Path:
     with locked(source.with_suffix(".lock")):
         command = ["g++", "-std=c++20", *flags, "-I.", "-x", "c++", source]
         return kept.make(command, kept.included(source), ".made")
+
+
+class Numbered:
+    """Of a library of several texts one: its functions, which have its number behind their names."""
+
+    def __init__(self, library: ctypes.CDLL, number: int):
+        self._library, self._number = library, number
+
+    def __getattr__(self, name: str):
+        return getattr(self._library, f"{name}_{self._number}")
+
+
+def made_together(texts: list[str], *flags: str) -> list[Numbered]:
+    """A library of texts, each in a namespace of its own, with extern "C" functions of the same names: what they
+    include, which takes as long as the rest, is compiled once."""
+    included = dict.fromkeys(line for text in texts for line in re.findall(r"^#include .*$", text, re.M))
+    parts = ["\n".join(included)]
+    for number, text in enumerate(texts):
+        text = re.sub(r"^#include .*$", "", text, flags=re.M)
+        text = re.sub(r'^(extern "C" \w+ \w+)\(', rf"\1_{number}(", text, flags=re.M)
+        parts.append(f"namespace text_{number} {{\n{text}\n}}\n")
+    library = ctypes.CDLL(str(made_of("\n".join(parts), *flags, "-shared", "-fPIC")))
+    return [Numbered(library, number) for number in range(len(texts))]

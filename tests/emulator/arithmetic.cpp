@@ -139,26 +139,29 @@ T magnitude(T a) {
   return a < 0 ? minus<T>(0, a) : a;
 }
 
-#define TWO(name, function)                                 \
+// Of the same bits whether signed or not: compiled once.
+#define TWO(name, type, function)                           \
   template <class T>                                        \
   Step name(Warp& w, const Instruction& i, uint32_t mask) { \
-    return two<T, T, T, function<T>>(w, i, mask);           \
+    using Of = type;                                        \
+    return two<Of, Of, Of, function<Of>>(w, i, mask);       \
   }
-TWO(add, plus)
-TWO(sub, minus)
-TWO(mul_lo, times)
-TWO(mul_hi, high)
-TWO(div, quotient)
-TWO(rem, remainder_of)
-TWO(min, lesser)
-TWO(max, greater_of)
-TWO(and_, both)
-TWO(or_, either)
-TWO(xor_, differing)
+TWO(add, Unsigned<T>, plus)
+TWO(sub, Unsigned<T>, minus)
+TWO(mul_lo, Unsigned<T>, times)
+TWO(mul_hi, T, high)
+TWO(div, T, quotient)
+TWO(rem, T, remainder_of)
+TWO(min, T, lesser)
+TWO(max, T, greater_of)
+TWO(and_, Unsigned<T>, both)
+TWO(or_, Unsigned<T>, either)
+TWO(xor_, Unsigned<T>, differing)
 #undef TWO
 template <class T>
 Step shl(Warp& w, const Instruction& i, uint32_t mask) {
-  return two<T, T, uint32_t, shifted_left<T>>(w, i, mask);
+  using Of = Unsigned<T>;
+  return two<Of, Of, uint32_t, shifted_left<Of>>(w, i, mask);
 }
 template <class T>
 Step shr(Warp& w, const Instruction& i, uint32_t mask) {
@@ -206,10 +209,8 @@ struct Mode {
 constexpr int kModes = 16;
 constexpr Mode mode_of(int m) { return {(m & 1) != 0, (m & 2) != 0, static_cast<Rounding>(m >> 2)}; }
 
-template <int kMode, auto kDo>
+template <bool kFlush, bool kSaturate, auto kDo>
 Step floats(Warp& w, const Instruction& i, uint32_t mask) {
-  constexpr Mode mode = mode_of(kMode);
-  if (mode.rounding != kNearest) std::fesetround(mode.rounding == kDown ? FE_DOWNWARD : mode.rounding == kUp ? FE_UPWARD : FE_TOWARDZERO);
   const size_t count = i.o.size();
   float* d = w.lanes<float>(i.o[0]);
   const float* a = w.lanes<float>(i.o[1]);
@@ -217,19 +218,32 @@ Step floats(Warp& w, const Instruction& i, uint32_t mask) {
   const float* c = w.lanes<float>(i.o[count > 3 ? 3 : 1]);
   each(mask, [&](int l) {
     float x = a[l], y = b[l], z = c[l];
-    if (mode.flush) x = flushed(x), y = flushed(y), z = flushed(z);
+    if (kFlush) x = flushed(x), y = flushed(y), z = flushed(z);
     float r = kDo(x, y, z);
-    if (mode.flush) r = flushed(r);
-    if (mode.saturate) r = saturated(r);
+    if (kFlush) r = flushed(r);
+    if (kSaturate) r = saturated(r);
     d[l] = r;
   });
-  if (mode.rounding != kNearest) std::fesetround(FE_TONEAREST);
   return Step::kNext;
+}
+template <int kMode, auto kDo>
+Step rounded(Warp& w, const Instruction& i, uint32_t mask) {
+  constexpr Mode mode = mode_of(kMode);
+  std::fesetround(mode.rounding == kDown ? FE_DOWNWARD : mode.rounding == kUp ? FE_UPWARD : FE_TOWARDZERO);
+  const Step step = floats<mode.flush, mode.saturate, kDo>(w, i, mask);
+  std::fesetround(FE_TONEAREST);
+  return step;
+}
+template <int kMode, auto kDo>
+constexpr Handler handler_in_mode() {
+  constexpr Mode mode = mode_of(kMode);
+  if constexpr (mode.rounding == kNearest) return floats<mode.flush, mode.saturate, kDo>;
+  return rounded<kMode, kDo>;
 }
 
 template <auto kDo, int... kMode>
 Handler in_mode(int mode, std::integer_sequence<int, kMode...>) {
-  static constexpr Handler all[] = {floats<kMode, kDo>...};
+  static constexpr Handler all[] = {handler_in_mode<kMode, kDo>()...};
   return all[mode];
 }
 
@@ -374,13 +388,7 @@ Step compare(Warp& w, const Instruction& i, uint32_t mask) {
   return Step::kNext;
 }
 template <class T>
-Handler comparison(const std::string& how) {
-  if (how == "eq") return compare<T, [](T a, T b) { return bool(a == b); }>;
-  if (how == "ne") return compare<T, [](T a, T b) { return bool(!(a == b) && !(a != a) && !(b != b)); }>;
-  if (how == "lt" || how == "lo") return compare<T, [](T a, T b) { return bool(a < b); }>;
-  if (how == "le" || how == "ls") return compare<T, [](T a, T b) { return bool(a <= b); }>;
-  if (how == "gt" || how == "hi") return compare<T, [](T a, T b) { return bool(a > b); }>;
-  if (how == "ge" || how == "hs") return compare<T, [](T a, T b) { return bool(a >= b); }>;
+Handler unordered_comparison(const std::string& how) {
   if (how == "equ") return compare<T, [](T a, T b) { return bool(a == b || a != a || b != b); }>;
   if (how == "neu") return compare<T, [](T a, T b) { return bool(!(a == b)); }>;
   if (how == "ltu") return compare<T, [](T a, T b) { return bool(!(a >= b)); }>;
@@ -389,6 +397,17 @@ Handler comparison(const std::string& how) {
   if (how == "geu") return compare<T, [](T a, T b) { return bool(!(a < b)); }>;
   if (how == "nan") return compare<T, [](T a, T b) { return bool(a != a || b != b); }>;
   if (how == "num") return compare<T, [](T a, T b) { return bool(a == a && b == b); }>;
+  return nullptr;
+}
+template <class T>
+Handler comparison(const std::string& how) {
+  if (how == "eq") return compare<T, [](T a, T b) { return bool(a == b); }>;
+  if (how == "ne") return compare<T, [](T a, T b) { return bool(!(a == b) && !(a != a) && !(b != b)); }>;
+  if (how == "lt" || how == "lo") return compare<T, [](T a, T b) { return bool(a < b); }>;
+  if (how == "le" || how == "ls") return compare<T, [](T a, T b) { return bool(a <= b); }>;
+  if (how == "gt" || how == "hi") return compare<T, [](T a, T b) { return bool(a > b); }>;
+  if (how == "ge" || how == "hs") return compare<T, [](T a, T b) { return bool(a >= b); }>;
+  if constexpr (std::is_floating_point_v<T>) return unordered_comparison<T>(how);
   return nullptr;
 }
 

@@ -19,6 +19,8 @@ from build_wheels import TOOL_WHEELS, private_venv  # noqa: E402
 # More than -O1 pays where loops are vectorised; elsewhere it takes half as long again to compile, and is no faster.
 FLAGS = ("-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-frounding-math", "-fPIC", "-Wall", "-Wextra")
 VECTORISED = ("products.cpp", "watch.cpp")
+# Compiled as one, for what all of them include takes as long as each of them; the rest is another one, for two cores.
+BESIDE_THE_REST = ("arithmetic.cpp", "conversions.cpp", "memory.cpp")
 OPTIONS = argparse.Namespace(archs=list(build_artifact.ARCHS), nvcc_flags=build_artifact.NVCC_FLAGS)
 
 
@@ -38,13 +40,15 @@ def built() -> tuple[Path, list[Path]]:
             results, toolkit, compiler, pybind11, [interpreter], OPTIONS, defines
         )
 
-        def compiled(source: Path) -> Path:
-            more = ["-O3"] if source.name in VECTORISED else []
-            command = [compiler, *FLAGS, *more, "-I.", "-isystem", toolkit.include, "-c", source.name]
+        def compiled(names: tuple[str, ...]) -> Path:
+            source = own.text("".join(f'#include "{name}"\n' for name in names))
+            more = ["-O3"] if names == VECTORISED else []
+            command = [compiler, *FLAGS, *more, "-I.", "-isystem", toolkit.include, "-x", "c++", "-c", source]
             return own.make(command, own.included(source), ".o")
 
+        rest = {path.name for path in HERE.glob("*.cpp")} - {*VECTORISED, *BESIDE_THE_REST}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            emulator = list(pool.map(compiled, sorted(HERE.glob("*.cpp"))))
+            emulator = list(pool.map(compiled, (tuple(sorted(rest)), BESIDE_THE_REST, VECTORISED)))
         link = [compiler, "-shared", "-Wl,-Bsymbolic", *objects, *bindings, *emulator]
         module = own.make([*link, "-ldl", "-lrt", "-lpthread"], [], ".so")
     folders = [path.with_name(f"{path.name}.kept") for path in objects]

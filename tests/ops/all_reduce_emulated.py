@@ -34,10 +34,18 @@ from tests.on_cpu import made_of  # noqa: E402
 
 FLAGS = ("-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas")
 HARNESS = Path(__file__).with_name("all_reduce_on_cpu.cpp")
+SHARED = ("all_reduce.h", "../mhc/config.h")
 SOURCES = (
-    *("all_reduce.h", "turn.cuh", "kernel.cuh", "gather.cuh", "ping.cuh", "../device/terms.cuh"),
-    *("../mhc/config.h", "../mhc/term.h", "../mhc/term.cuh", "../mhc/sum.cuh"),
+    *("turn.cuh", "kernel.cuh", "gather.cuh", "ping.cuh", "../device/terms.cuh"),
+    *("../mhc/term.h", "../mhc/term.cuh", "../mhc/sum.cuh"),
 )
+# what a text of the kernels, in a namespace of its own, has of it
+SEES_SHARED = """namespace dsv4 {
+using namespace ::dsv4;
+namespace all_reduce { using namespace ::dsv4::all_reduce; }
+namespace mhc { using namespace ::dsv4::mhc; }
+}
+"""
 SMALL = (  # two slices of two rows, two threads without a vector; rows of eight vectors, two for each of four threads
     ("constexpr int kThreads = 128;", "constexpr int kThreads = 3;"),
     ("constexpr int kPingThreads = 512;", "constexpr int kPingThreads = 3;"),
@@ -51,36 +59,44 @@ US = {"peer": 5.0, "host": 9.0}  # what a call takes, as the emulated probe tell
 LONG_S, SHORT_S = 60.0, 1.0  # of patience: where all is well, and where a fault is due
 
 
-def harness(*changes: tuple[str, str]) -> str:
-    """Its text with the kernels in it, each change made in theirs, which must have it."""
-    text = "".join((REPO / "csrc/all_reduce" / name).read_text() for name in SOURCES)
-    text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
-    for old, new in (*SMALL, *changes):
+def text_of(names: tuple[str, ...]) -> str:
+    text = "".join((REPO / "csrc/all_reduce" / name).read_text() for name in names)
+    return re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
+
+
+def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
+    """Each change made in the text, which must have it."""
+    for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
-    return HARNESS.read_text().replace("//@@ the kernels", text)
+    return text
 
 
-def compiled(*flags: str) -> Path:
-    return made_of(harness(), *FLAGS, *flags)
+def harness(others: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()) -> str:
+    """Its text with the kernels in it, and with others: ("ranks, whether by host memory", changes of the kernels')."""
+    shared, kernels = text_of(SHARED), text_of(SOURCES)
+    small = [[change for change in SMALL if change[0] in text] for text in (shared, kernels)]
+    assert len(small[0]) + len(small[1]) == len(SMALL)
+    shared, kernels = changed(shared, small[0]), changed(kernels, small[1])
+    first, rest = HARNESS.read_text().split("//@@ the kernels\n")
+    uses, rest = rest.split("//@@ other texts\n")
+    named = {"as_they_are": ()} | {f"text_{number}": changes for number, (_, changes) in enumerate(others)}
+    texts = [first.replace("//@@ what is shared", shared)]
+    for name, changes in named.items():
+        texts.append(f"namespace {name} {{\n{SEES_SHARED}{changed(kernels, changes)}{uses}}}\n")
+    table = ", ".join(f"text_{number}::dsv4::kKernels<{only}>" for number, (only, _) in enumerate(others))
+    texts.append(f"constexpr dsv4::Kernels kOthers[] = {{{table or 'dsv4::Kernels{}'}}};\n")
+    return "".join([*texts, rest])
+
+
+def program(others: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]) -> Path:
+    """Its last argument is one of the others' numbers; -1: the kernels as they are."""
+    return made_of(harness(others), *FLAGS, "-Og", "-Wno-unused-function")
 
 
 def library() -> Path:
     """What stands for the module."""
-    return compiled("-O1", "-DLIBRARY", "-shared", "-fPIC")
-
-
-def compiled_together(variants: list[tuple[str, tuple[tuple[str, str], ...]]]) -> Path:
-    """One program of (what ONLY is, changes) each, as namespaces: what is the standard library's is compiled once. Its
-    last argument is a variant's number."""
-    included, parts = "".join(re.findall(r"^#include <.*\n", HARNESS.read_text(), flags=re.M)), []
-    for number, (only, changes) in enumerate(variants):
-        text = re.sub(r"^#include <.*\n", "", harness(*changes), flags=re.M)
-        parts.append(f"#undef ONLY\n#define ONLY {only}\nnamespace variant_{number} {{\n{text}\n}}\n")
-    mains = ", ".join(f"variant_{number}::main" for number in range(len(variants)))
-    parts.append(f"int main(int argc, char** argv) {{\n  constexpr int (*mains[])(int, char**) = {{{mains}}};\n")
-    parts.append("  return mains[std::atoi(argv[argc - 1])](argc - 1, argv);\n}\n")
-    return made_of(included + "".join(parts), *FLAGS, "-O0", "-Wno-unused-function")
+    return made_of(harness(), *FLAGS, "-Og", "-DLIBRARY", "-shared", "-fPIC")
 
 
 class Emulated:

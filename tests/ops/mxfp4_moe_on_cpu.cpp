@@ -216,6 +216,10 @@ extern "C" bool prepare(const PrepareParams* p) {
   const int64_t warps_of_all = p->rows * p->slices, together = kPrepareThreads / 32 * kPrepareItems;
   return run_grid((warps_of_all + together - 1) / together, kPrepareThreads, [&] { prepare_kernel(*p); });
 }
+#ifdef DOWN  // less to compile
+extern "C" bool multiply(const SortedParams* p, int blocks, bool) { return run_grid(blocks, kSortedThreads, [&] { sorted_kernel<false>(*p); }); }
+extern "C" bool multiply_wide(const SortedParams* p, int blocks, bool) { return run_grid(blocks, kSortedThreads, [&] { wide_kernel<false>(*p); }); }
+#else
 extern "C" bool multiply(const SortedParams* p, int blocks, bool gated) {
   return run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true>(*p) : sorted_kernel<false>(*p); });
 }
@@ -254,3 +258,4 @@ extern "C" bool few(int inputs, int passes, const uint16_t* x, const uint8_t* co
   if (inputs == 768) return few_of<2, 3>(passes, x, codes, scales, partial);
   return inputs == 4096 && few_of<8, 4>(passes, x, codes, scales, partial);
 }
+#endif

@@ -311,9 +311,10 @@ extern "C" bool in_pairs(const Given* given) {
   bool ends = true;
   for (blockIdx = {}; ends && blockIdx.x < gridDim.x; ++blockIdx.x) {
     ends = run_block(pairs::kThreads, given->wide ? pairs::kMathThreads : pairs::kGroupThreads, pairs::kGroupThreads, [&] {
-      if (given->table != nullptr) {
-        pairs::sparse_decode_pairs_kernel<true>(p);
-      } else if (given->wide) {
+#ifndef LISTS  // with it there is less to compile
+      if (given->table != nullptr) return pairs::sparse_decode_pairs_kernel<true>(p);
+#endif
+      if (given->wide) {
         pairs::sparse_decode_wide_kernel(p);
       } else {
         pairs::sparse_decode_pairs_kernel<false>(p);
@@ -322,6 +323,7 @@ extern "C" bool in_pairs(const Given* given) {
   }
   return ends;
 }
+#ifndef LISTS
 extern "C" bool few(const Given* given) {
   Params p = params_of(*given);
   p.guess_main_leaves = dsv4::ceil_div(p.main.width, kLeaf);
@@ -332,3 +334,4 @@ extern "C" bool few(const Given* given) {
       ends = run_block(kThreads, kMathThreads, 32 * (kSoftmaxWarps + kValueWarps), [&] { sparse_decode_kernel<false, false>(p); });
   return ends;
 }
+#endif

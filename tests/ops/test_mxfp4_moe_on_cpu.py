@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.reference.mxfp4_moe import decode_e2m1
-from tests.on_cpu import made_of
+from tests.on_cpu import Numbered, made_together
 from tests.ops.mxfp4_moe_order import SLICES, STEP, prepared, product
 
 HERE = Path(__file__).resolve().parent
@@ -40,23 +40,33 @@ class Sorted(ctypes.Structure):
     _fields_ += [(name, INT32) for name in ("gate_row", "up_row", "x_row_chunks")] + [("taken", POINTER)]
 
 
-def compiled(*changes: tuple[str, str]) -> ctypes.CDLL:
+def text_of(*changes: tuple[str, str]) -> str:
     """The kernels, each change made in their text, which must have it."""
     text = "".join((REPO / "csrc" / name).read_text() for name in HEADERS)
     text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
-    text = (HERE / "mxfp4_moe_on_cpu.cpp").read_text().replace("//@@ the kernels", text)
-    library = ctypes.CDLL(str(made_of(text, "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC")))
-    for name in ("prepare", "multiply", "multiply_wide", "few"):
-        getattr(library, name).restype = ctypes.c_bool
-    return library
+    return (HERE / "mxfp4_moe_on_cpu.cpp").read_text().replace("//@@ the kernels", text)
 
 
 @pytest.fixture(scope="module")
-def library():
-    return compiled()
+def libraries() -> dict[str, Numbered]:
+    """The kernels as they are (""), and each text that is not so, of which the products of down are there."""
+    texts = {"": text_of()} | {
+        name: f"#define DOWN\n{text_of(change)}" for name, change in (NOT_SO | WIDE_NOT_SO).items()
+    }
+    made = made_together(list(texts.values()), "-Og", "-w", "-ffp-contract=off")
+    for library in made:
+        for name in ("prepare", "multiply", "multiply_wide"):
+            getattr(library, name).restype = ctypes.c_bool
+    made[0].few.restype = ctypes.c_bool
+    return dict(zip(texts, made, strict=True))
+
+
+@pytest.fixture(scope="module")
+def library(libraries):
+    return libraries[""]
 
 
 def steps_of(inputs: int) -> int:
@@ -136,8 +146,8 @@ NOT_SO = {
 
 
 @pytest.mark.parametrize("what", NOT_SO)
-def test_what_is_not_so_is_seen(what):
-    assert not has_the_bits(compiled(NOT_SO[what]), "a tile and a bit", False)
+def test_what_is_not_so_is_seen(libraries, what):
+    assert not has_the_bits(libraries[what], "a tile and a bit", False)
 
 
 def has_the_bits(library, name: str, gated: bool) -> bool:
@@ -227,8 +237,8 @@ WIDE_NOT_SO = {
 
 
 @pytest.mark.parametrize("what", WIDE_NOT_SO)
-def test_what_is_not_so_of_wide_is_seen(what):
-    assert not is_right_wide(compiled(WIDE_NOT_SO[what]), "tiles and a bit", False)
+def test_what_is_not_so_of_wide_is_seen(libraries, what):
+    assert not is_right_wide(libraries[what], "tiles and a bit", False)
 
 
 def is_right_wide(library, name: str, gated: bool) -> bool:

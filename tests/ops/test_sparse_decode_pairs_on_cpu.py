@@ -18,7 +18,7 @@ from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
 from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
 from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Inputs, Shape, make_inputs
-from tests.on_cpu import made_of
+from tests.on_cpu import Numbered, made_together
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
@@ -41,7 +41,7 @@ class Given(ctypes.Structure):
     _fields_ += [("table_stride", INT64), ("num_tables", INT64), ("table_of_row", POINTER)]
 
 
-def compiled(*changes: tuple[str, str]) -> ctypes.CDLL:
+def text_of(*changes: tuple[str, str]) -> str:
     """The kernel, each change made in its text, which must have it."""
     kernel = "".join((REPO / f"csrc/sparse_decode/{name}.cuh").read_text() for name in ("pairs", "wide"))
     for old, new in changes:
@@ -56,13 +56,20 @@ def compiled(*changes: tuple[str, str]) -> ctypes.CDLL:
     text = re.sub(r"^(#include|#pragma once|  extern __shared__).*$", "", text, flags=re.M)
     for register, name in (("ctaid", "blockIdx"), ("tid", "threadIdx")):
         text = re.sub(rf'asm volatile\("mov.u32 %0, %{register}.(.);" : "=r"\(v\)\);', rf"v = {name}.\1;", text)
-    text = (HERE / "sparse_decode_pairs_on_cpu.cpp").read_text().replace("//@@ the kernels", text)
-    return ctypes.CDLL(str(made_of(text, "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC")))
+    return (HERE / "sparse_decode_pairs_on_cpu.cpp").read_text().replace("//@@ the kernels", text)
 
 
 @pytest.fixture(scope="module")
-def library():
-    return compiled()
+def libraries() -> dict[str, Numbered]:
+    """The kernels as they are (""), and each change, of which the kernels for lists in pairs are there."""
+    texts = {"": text_of()} | {name: f"#define LISTS\n{text_of(change)}" for name, change in CHANGES.items()}
+    made = made_together(list(texts.values()), "-Og", "-w", "-ffp-contract=off")
+    return dict(zip(texts, made, strict=True))
+
+
+@pytest.fixture(scope="module")
+def library(libraries):
+    return libraries[""]
 
 
 def pointer(tensor) -> int | None:
@@ -207,9 +214,9 @@ def moving(library):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_otherwise_is_seen(moving, change):
+def test_what_is_otherwise_is_seen(libraries, moving, change):
     inputs, expected = moving
-    changed = compiled(CHANGES[change])
+    changed = libraries[change]
     with pytest.raises(AssertionError, match="other bits|wait for ever"):
         for at_once, wide in itertools.product((False, True), repeat=2):
             assert same(run(changed, inputs, at_once=at_once, wide=wide), expected), "other bits"

@@ -18,38 +18,41 @@ struct Thread {
   ucontext_t begin;
   jmp_buf place;  // where it waits: jumps between stacks are no system calls, as swapcontext's are
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  const std::function<void()>* body = nullptr;
   bool begun = false, ended = false;
 };
 std::vector<Thread> threads;
+Thread* current;
 jmp_buf scheduler;
 bool progress;  // of anybody since all had their turn
-std::function<void()> body;
 
 __attribute__((noinline)) void leave() {
-  if (_setjmp(threads[threadIdx.x].place) == 0) _longjmp(scheduler, 1);
+  if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
 }
 __attribute__((noinline)) void give(Thread& thread) {
+  current = &thread;
   if (_setjmp(scheduler) != 0) return;
   if (thread.begun) _longjmp(thread.place, 1);
   thread.begun = true;
   setcontext(&thread.begin);
 }
 void run_body() {
-  body();
-  threads[threadIdx.x].ended = progress = true;
+  (*current->body)();
+  current->ended = progress = true;
   leave();
+}
+void make_ready(Thread& thread, const std::function<void()>& body) {
+  thread.body = &body, thread.begun = thread.ended = false;
+  getcontext(&thread.begin);
+  thread.begin.uc_stack.ss_sp = thread.stack.get();
+  thread.begin.uc_stack.ss_size = kStackBytes;
+  makecontext(&thread.begin, run_body, 0);
 }
 
 // run() by each of `count` threads. false: some wait for ever.
 bool run(int count, std::function<void()> run) {
-  body = run;
   threads = std::vector<Thread>(count);
-  for (Thread& thread : threads) {
-    getcontext(&thread.begin);
-    thread.begin.uc_stack.ss_sp = thread.stack.get();
-    thread.begin.uc_stack.ss_size = kStackBytes;
-    makecontext(&thread.begin, run_body, 0);
-  }
+  for (Thread& thread : threads) make_ready(thread, run);
   for (int running = count; running > 0;) {
     progress = false;
     for (int i = 0; i < count; ++i) {

@@ -16,7 +16,7 @@ from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs.compressor import PAGE_SIZES, page_bytes
 from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
-from tests.on_cpu import made_of
+from tests.on_cpu import Numbered, made_together
 from tests.patching.wheels import RELEASES, content, every_release, members
 
 SHARED, HEADER = (Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("wheels", "groups"))
@@ -63,9 +63,8 @@ def texts(wheel) -> tuple[str, ...]:
     return tuple(content(wheel, member) for member in found)
 
 
-@functools.cache  # most releases have the files of the one before
-def compiled(parts: tuple[str, ...], old="", new="") -> ctypes.CDLL:
-    """With one thing in their text changed."""
+def whole(parts: tuple[str, ...], old="", new="") -> str:
+    """A text for a CPU, with one thing in theirs changed."""
     lines, planner, kernels = parts
     assert old in planner + kernels
     planner, kernels = ((text.replace(old, new) if old else text) for text in (planner, kernels))
@@ -81,12 +80,17 @@ def compiled(parts: tuple[str, ...], old="", new="") -> ctypes.CDLL:
         "@floats", ", ".join(["float"] * floats)
     )
     calls = calls.replace("@ring", "false," if with_ring else "").replace("@of_ring", ", false" if with_ring else "")
-    text = f"{header}{text}\n{'using namespace sglang;' if within else ''}\n{calls}"
-    library = ctypes.CDLL(str(made_of(text, "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC")))
-    for name in ("prefill", "decode"):
-        getattr(library, name).argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
-        getattr(library, name).restype = ctypes.c_bool
-    return library
+    return f"{header}{text}\n{'using namespace sglang;' if within else ''}\n{calls}"
+
+
+@functools.cache  # most releases have the files of the one before
+def compiled(*texts: str) -> list[Numbered]:
+    libraries = made_together(list(texts), "-O1", "-w", "-ffp-contract=off")
+    for library in libraries:
+        for name in ("prefill", "decode"):
+            getattr(library, name).argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+            getattr(library, name).restype = ctypes.c_bool
+    return libraries
 
 
 def definition(tokens, ape) -> list[torch.Tensor]:
@@ -193,7 +197,7 @@ def test_every_length_and_place(sglang_wheel, version, prefix):
 
 @functools.cache  # of a text: a failure is none that is kept
 def demand_all(parts: tuple[str, ...], prefix: int) -> None:
-    library = compiled(parts)
+    (library,) = compiled(whole(parts))
     for length in (n for n in LENGTHS if n > prefix):
         for ends in chunks(length, prefix):
             demand_the_definition(library, length, ends, prefix)
@@ -210,7 +214,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(sglang_wheel, fault):
-    library = compiled(texts(sglang_wheel(RELEASES[-1])), *FAULTS[fault])
+    parts = texts(sglang_wheel(RELEASES[-1]))
+    library = compiled(*(whole(parts, *change) for change in FAULTS.values()))[list(FAULTS).index(fault)]
     with pytest.raises(AssertionError):
         for length, prefix in ((7, 0), (262, 0), (262, PAGE)):
             for ends in chunks(length, prefix):
