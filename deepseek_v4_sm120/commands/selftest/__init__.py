@@ -22,7 +22,7 @@ from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
-ENOUGH_MIB = 8 << 10  # of a card: whose memory runs out though others leave so much fails
+ENOUGH_MIB = 8 << 10  # of a card: whose memory runs out though so much is free fails
 
 
 @dataclass(frozen=True)
