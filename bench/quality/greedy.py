@@ -108,11 +108,13 @@ def own_difference(first: Answer, second: Answer) -> float:
         return widest
     if place >= min(map(len, (first.ids, second.ids, first.tops, second.tops))):
         return math.inf
-    moved = 0.0
-    for answer in (first, second):
-        one, other, _ = weigh(answer.tops[place], first.ids[place], second.ids[place], 0.0)
-        moved += math.inf if None in (one, other) else abs(one - other)
-    return max(widest, moved)
+    return max(widest, moved((first.tops[place], second.tops[place]), first.ids[place], second.ids[place]))
+
+
+def moved(lists: Sequence[Sequence[tuple[float, int]]], first: int, second: int) -> float:
+    """By how much two lists of the best hold one of two tokens for likelier, together; infinite where one lacks one."""
+    weighed = [weigh(tops, first, second, 0.0)[:2] for tops in lists]
+    return sum(math.inf if None in pair else abs(pair[0] - pair[1]) for pair in weighed)
 
 
 def is_own(endpoint: Endpoint, prompt: Sequence[int], new: int, place: Divergence) -> bool:

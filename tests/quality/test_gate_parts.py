@@ -382,6 +382,8 @@ def test_the_oracles_bars(changes, faults, passed, monkeypatch):
     [
         ({"same_token": 97}, {}, "97 of 100 is below the bar, 98%"),
         ({"same_token": 93}, {"same_token": 97}, "against itself: greedy tokens that match"),
+        ({"same_token": 93}, {"same_token": 93, "wide": 2}, "against itself: greedy tokens that match"),
+        ({"same_token": 93}, {"same_token": 93, "wide": 3}, ""),  # it is wrong at random
         ({"error_sum": 100.1}, {"error_sum": 101.0}, "against itself: the mean error"),
         ({"error_sum": 100.1}, {"same_token": 97}, ""),
         ({"same_token": 93, "error_sum": 100.1}, {"error_sum": 101.0}, ""),
