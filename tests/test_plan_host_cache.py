@@ -1,6 +1,7 @@
 """--host-cache of plan and serve: prompts that the host's memory keeps. What SGLang makes of a ratio, of a size and of
 neither is each release's own code."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,8 @@ PLANNED = ["serve", "--gpus", "2", "--memory", "96", "--card", "pro", "--dry-run
         ("0.5.21", ["--enable-hierarchical-cache", "--hicache-size", "0"], "ends its start"),
         ("0.5.23", ["--hicache-size", "40", "--enable-hierarchical-cache"], "--hicache-size behind --"),
         ("0.5.17", ["--hicache-size=40"], "--hicache-size behind --"),
+        ("0.5.23", ["--enable-hicache"], "GB of the host's memory) behind it"),  # SGLang's other name for it, since
+        ("0.5.23", ["--enable-hicache", "--hicache-ratio=2"], None),
         ("0.5.20", ["--enable-hierarchical-cache"], None),
         ("0.5.23", ["--enable-hierarchical-cache", "--hicache-ratio=2"], None),
         ("0.5.23", ["--enable-hierarchical-cache", "--hicache-ratio", "2"], None),
@@ -138,6 +141,23 @@ def test_serve_refuses_what_would_end_the_start(version, extra, words, capsys):
     assert main([*PLANNED, version, "--", *extra]) == (0 if words is None else 2)
     said = capsys.readouterr()
     assert words is None or words in said.err
+
+
+def test_beside_stages_no_size_is_named_that_is_not_known(capsys):
+    """A stage has a share of the layers: a copy of all of them is more than it takes."""
+    words = [*PLANNED, "0.5.23", "--gpus", "4", "--pp-size", "2", "--", "--enable-hierarchical-cache"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "say --hicache-ratio" in said and "GB" not in said and "--host-cache" not in said
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])  # 20.4 and 15.4 GB
+def test_what_is_named_as_the_least_is_taken(version):
+    given = {"gpus": 2, "sglang": version, "concurrency": 8 if version == "0.5.17" else 1}
+    with pytest.raises(CommandError, match=r"take (\d+) GB and up") as refused:
+        launch.make(request(**given, host_cache_gb=2.0))
+    least = float(re.search(r"take (\d+) GB", str(refused.value)).group(1))
+    assert host_cache.FLAG in flags(launch.make(request(**given, host_cache_gb=least)))
 
 
 @pytest.mark.parametrize(("available_gb", "is_enough"), [(80, False), (98, False), (102, True), (0, True)])

@@ -168,6 +168,18 @@ def test_a_card_that_others_fill_is_no_fault_of_an_operator(said, monkeypatch):
     assert result(3).result == selftest.FAIL
 
 
+@pytest.mark.parametrize(("own_gib", "result"), [(0, "NOT RUN"), (4, "NOT RUN"), (90, "FAIL")])
+def test_who_fills_the_card_himself_is_at_fault(own_gib, result, monkeypatch):
+    def fails():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 96 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: own_gib << 30)
+    assert selftest._run(Check("op", "large", fails), {}, False).result == result
+
+
 @pytest.mark.parametrize("quick", [True, False])
 def test_what_an_sm120_card_takes_for_prompts_is_checked(quick):
     """Wide experts, by MXFP8 too, which is SGLang's default there; Triton's only where all is looked at."""

@@ -3,8 +3,8 @@ log-probabilities.
 
 A server that passes gives a user the same text whatever else it is doing. Stock kernels do not promise that: they may
 choose other splits for other batches. Parting at a tie is stated and, unless --strict, is no fault. A prompt that is
-answered otherwise when it is asked alone twice, by a third as much in a log-probability or in a token, shows that this
-is not company's doing: INCOMPLETE, unless --strict.
+answered otherwise when it is asked alone twice, by a third as much in a log-probability or where two tokens part, shows
+that this is not company's doing: INCOMPLETE, unless --strict.
 
 The others are streamed: the prompt is sent when each has its first token, and none may have its last before the prompt
 has its own. A server that runs fewer at once leaves the gate incomplete. Half of them are sampled (`--sampled`): as

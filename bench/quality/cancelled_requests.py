@@ -8,7 +8,7 @@ there (a batch may move what is closer: that is only counted). Then the server m
 waits, and that no more of the KV cache is in use than before. Prompts that were asked twice before the storm are asked
 again: where the two answers were the same to the bit, log-probabilities too, so must the third be (a tie is none of the
 storm's where the answer is another one again when it is asked once more); where the server wavers by itself, ties are
-stated as everywhere, and what is wider lets nothing be said.
+stated as everywhere, and what is wider by no more than three times its own difference lets nothing be said.
 
 INCOMPLETE: no load is told; no request was seen running, or none held a token; an answer beside the storm is another
 one alone and log-probabilities are refused, so that nobody can say by how much; no abort was confirmed by the end of
@@ -152,7 +152,7 @@ class Answers:
     """The prompts' answers, each alone and with an emptied cache. `top`: 0 where log-probabilities are refused."""
 
     def __init__(self, endpoint: Endpoint, options: argparse.Namespace, prompts: list[list[int]]):
-        self.endpoint, self.options, self.prompts, self.top = endpoint, options, prompts, 1
+        self.endpoint, self.options, self.prompts, self.top = endpoint, options, prompts, greedy.TOP
 
     def ask(self, when: str) -> tuple[list[Answer], list[str]]:
         """(the answers, what is wrong with them)."""
@@ -190,7 +190,7 @@ class Answers:
             is_wide, is_steady = place is not None and not place.tie, is_same(a, b)
             said = f"prompt {index}: a log-probability differs by {greedy.logprob_difference(a, c):.4g} after it"
             said = said if place is None else place.text("before the storm", "after it")
-            if is_wide and (is_steady or place.gap == math.inf):
+            if is_wide and (place.gap == math.inf or place.gap > greedy.AS_WIDE * greedy.own_difference(a, b)):
                 found.append(said)
             elif is_wide:
                 doubt = doubt or said

@@ -99,21 +99,35 @@ def logprob_difference(first: Answer, second: Answer) -> float:
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
+def own_difference(first: Answer, second: Answer) -> float:
+    """By how much a server that was asked the same twice differs from itself: as logprob_difference, or, where the two
+    part, by how much each held its own token for likelier, together; infinite where one has the other's not among its
+    best, or they were not told."""
+    widest, place = logprob_difference(first, second), first_difference(first.ids, second.ids)
+    if place is None:
+        return widest
+    if place >= min(map(len, (first.ids, second.ids, first.tops, second.tops))):
+        return math.inf
+    return max(widest, moved((first.tops[place], second.tops[place]), first.ids[place], second.ids[place]))
+
+
+def moved(lists: Sequence[Sequence[tuple[float, int]]], first: int, second: int) -> float:
+    """By how much two lists of the best hold one of two tokens for likelier, together; infinite where one lacks one."""
+    weighed = [weigh(tops, first, second, 0.0)[:2] for tops in lists]
+    return sum(math.inf if None in pair else abs(pair[0] - pair[1]) for pair in weighed)
+
+
 def is_own(endpoint: Endpoint, prompt: Sequence[int], new: int, place: Divergence) -> bool:
-    """Whether a server may have made a difference by itself: asked twice with an emptied cache it differs in tokens, or
-    by no less than an AS_WIDEth in log-probabilities (where it tells them)."""
+    """Whether a server may have made a difference by itself: asked twice with an emptied cache it differs by no less
+    than an AS_WIDEth (own_difference). NotWhole: as `judge`."""
     if place.gap == math.inf:
         return False
     answers = []
     for _ in range(2):
         forget(endpoint)
-        try:
-            answers.append(endpoint.generate(prompt, new, top=1, ignore_eos=True))
-        except ServerRefused as error:
-            if error.status != 400:
-                raise
-            answers.append(endpoint.generate(prompt, new, ignore_eos=True))
-    return answers[0].ids != answers[1].ids or place.gap <= AS_WIDE * logprob_difference(*answers)
+        answers.append(endpoint.generate(prompt, new, top=TOP, ignore_eos=True))
+        whole.demand(answers[-1], new, f"{endpoint.url}, asked once more", logprobs=True, top=TOP)
+    return place.gap <= AS_WIDE * own_difference(*answers)
 
 
 def divergence(

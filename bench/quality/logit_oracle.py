@@ -8,7 +8,8 @@ Judged are the share of equal greedy tokens, the share of the twenty best that b
 log-probabilities; a token that the candidate has not among its best is at least as far off as its last one. Whatever
 the means, it fails where one of the two chose a token that the other has not among its twenty best, or where a
 position's lists share fewer than five. A bar that the candidate misses as well against itself, asked twice, says
-nothing of it, nor do fewer equal tokens than a server at the bar has by chance of so many positions: INCOMPLETE.
+nothing of it, unless by tokens that part by more than three ties, nor do fewer equal tokens than a server at the bar
+has by chance of so many positions: INCOMPLETE.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Alignment:
     chosen_error_max: float = 0.0
     overlap: dict[int, float] = field(default_factory=lambda: dict.fromkeys(OVERLAPS, 0.0))
     lost: int = 0  # positions that could not be compared: too many restarts
+    wide: int = 0  # those of other tokens by more than AS_WIDE ties
 
     def add(self, reference: list[tuple[float, int]], candidate: list[tuple[float, int]], same_token: bool) -> int:
         """One position: the best (log-probability, id) of both, best first; whether both chose the same token. Returns
@@ -104,6 +106,8 @@ def align(endpoint: Endpoint, prompt: list[int], reference: Answer, found: Align
             shared = found.add(reference.tops[place], top, same)
             faults += position_faults(place, reference, answer, step, shared)
             if not same:
+                ids = reference.ids[place], answer.ids[step]
+                found.wide += greedy.moved((reference.tops[place], top), *ids) > greedy.AS_WIDE * greedy.TIE
                 value, token = reference.tops[place][0]
                 theirs = {one: number for number, one in top}.get(token, float("nan"))
                 first = first or (
@@ -188,7 +192,10 @@ def run(options: argparse.Namespace) -> Verdict:
         )
         names = ("token_match", "logprob_error_mean", "logprob_error_max")
         figures |= {f"self_{name}": floor.figures()[name] for name in names}
-        left = missed - below(floor.figures(), options)
+        own = below(floor.figures(), options)
+        if floor.wide > (1 - options.min_token_match) * floor.positions:  # no rounding makes these
+            own.discard(MATCH)
+        left = missed - own
         if missed and not left:
             incomplete = f"asked twice, the candidate misses the same bars against itself: {', '.join(sorted(missed))}"
         elif left == {MATCH}:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from bench.quality import (
     arithmetic,
+    cancelled_requests,
     corruption_soak,
     gates,
     greedy,
@@ -259,6 +261,47 @@ def test_log_probabilities_are_compared_as_far_as_the_tokens_are_the_same():
         assert greedy.logprob_difference(first, other) == greatest
 
 
+def wavering(gap, second=2, differs=0.0):
+    """Two answers that part by a tie of two tokens, each likelier by half of `gap` where it is chosen."""
+    told = (
+        [[(-0.4, 5)], [(-0.4, 1), (-0.4 - gap / 2, 2)]],
+        [[(-0.4 - differs, 5)], [(-0.4, second), (-0.4 - gap / 2, 1)]],
+    )
+    return [Answer([5, tops[1][0][1]], "", logprobs=[tops[0][0][0], -0.4], tops=tops) for tops in told]
+
+
+@pytest.mark.parametrize(
+    ("answers", "own"),
+    [
+        (wavering(0.1), 0.1),
+        (wavering(0.1, differs=0.25), 0.25),
+        (wavering(0.1, second=9), math.inf),  # a token that the other has not among its best
+        ([wavering(0.1)[0], wavering(0.1, differs=0.25)[0]], 0.0),
+        ([Answer([5, 1], "", logprobs=[-0.4, -0.4]), Answer([5, 1], "", logprobs=[-0.4, -0.6])], 0.2),
+        ([Answer([5, 1], ""), Answer([5, 2], "")], math.inf),  # log-probabilities that are not told
+    ],
+)
+def test_who_wavers_is_excused_for_three_times_that_and_no_more(answers, own, monkeypatch):
+    """A server that takes either of two equal tokens may have a fault besides."""
+    assert greedy.own_difference(*answers) == pytest.approx(own)
+    asked = iter(answers * 3)
+    endpoint = SimpleNamespace(url="", flush_cache=lambda: None, generate=lambda *_, **__: next(asked))
+    monkeypatch.setattr(greedy.whole, "demand", lambda *_, **__: None)  # 20 best of each
+    wide = min(own, 1.0)
+    gaps = {2.9 * wide: True, 3.1 * wide + 1e-6: own == math.inf, math.inf: False}
+    places = [greedy.Divergence(0, 1, 1, 2, -0.4, None if gap == math.inf else -0.4 - gap, False) for gap in gaps]
+    assert [greedy.is_own(endpoint, [7], 2, place) for place in places] == list(gaps.values())
+
+    options = gates.parser().parse_args(["cancelled-requests", "--url", "http://127.0.0.1:9"])
+    compared = cancelled_requests.Answers(endpoint, options, [[7]])
+    monkeypatch.setattr(compared, "stays", lambda *_: True)
+    after = Answer([5, 3], "", logprobs=[-0.4, -2.0] if answers[0].logprobs else [])
+    for place, is_own in zip(places, gaps.values(), strict=True):
+        monkeypatch.setattr(greedy, "divergence", lambda *_, place=place: place)
+        found, ties, doubt = compared.changes(*([one] for one in (*answers, after)))
+        assert (len(found), ties, bool(doubt)) == (not is_own, 0, is_own)
+
+
 @pytest.mark.parametrize(("wrong", "asked"), [((), [0]), ((2,), [0, 3]), ((0, 5), [0, 1]), ((1, 2, 3), [0, 2, 3, 4])])
 def test_every_position_is_compared_once_from_the_references_own_prefix(wrong, asked):
     best = [(-float(n), n) for n in range(20)]
@@ -339,6 +382,8 @@ def test_the_oracles_bars(changes, faults, passed, monkeypatch):
     [
         ({"same_token": 97}, {}, "97 of 100 is below the bar, 98%"),
         ({"same_token": 93}, {"same_token": 97}, "against itself: greedy tokens that match"),
+        ({"same_token": 93}, {"same_token": 93, "wide": 2}, "against itself: greedy tokens that match"),
+        ({"same_token": 93}, {"same_token": 93, "wide": 3}, ""),  # it is wrong at random
         ({"error_sum": 100.1}, {"error_sum": 101.0}, "against itself: the mean error"),
         ({"error_sum": 100.1}, {"same_token": 97}, ""),
         ({"same_token": 93, "error_sum": 100.1}, {"error_sum": 101.0}, ""),

@@ -4,6 +4,7 @@ few wrong sums. No verdict is none against it; and what is wrong besides still f
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
@@ -82,6 +83,25 @@ def test_a_tie_after_a_storm_is_its_own_only_where_it_stays(stays, noise, code, 
 
     wavers(server, is_other, gap=0.1)
     assert run("cancelled-requests", server, "--num-prompts", "1", "--new", "48")[0] == code
+
+
+@pytest.mark.parametrize(("of_ties", "code"), [(True, gates.INCOMPLETE), (False, gates.FAILED)])
+def test_the_oracle_tells_rounding_from_what_is_wrong_at_random(of_ties, code, run, serve):  # noqa: F811
+    """Either is another one than itself as often as than the reference: of two tokens that are as likely, or of any."""
+    server, draw = serve(), random.Random(1)
+    candidates = server.engine.candidates
+
+    def other(state):
+        best = candidates(state)
+        is_other = best[0][0] == best[1][0] if of_ties else draw.random() < 0.3
+        ids = [token for _, token in best]
+        ids[:2] = reversed(ids[:2]) if is_other and draw.random() < 0.5 else ids[:2]
+        return [(logprob, token) for (logprob, _), token in zip(best, ids, strict=True)]
+
+    server.engine.candidates = other
+    asked = ("--lengths", "16", "--new", "120")
+    given, found = run("logit-oracle", server, "--reference", serve().url, *asked)
+    assert given == code and ("against itself" in found["incomplete"]) == of_ties, found
 
 
 @pytest.mark.parametrize("wrong", [6, 7, 20])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FULL_POOL, HALF_POOL = 0.95, 0.5
 LOW_FRACTION = 0.8  # of memory; a start on two cards that says nothing of it has 0.86
 LONG_PROMPT, OF_CONVERSATIONS = 8192, 0.7  # tokens of a prompt, and the share of them that was cached
-EVICTED = 0.5  # of the tokens that were read and not cached: so many were dropped where conversations take turns
+EVICTED = 0.5  # of the tokens that were read and not cached: fewer are dropped by a cache that has room for them
 LEAST_ACCEPTED = 1.3  # tokens a step, with the one that is no guess
 # drafts a step -> (tokens of a step below which more is wrong than the text is hard, what others published). Three: on
 # GSM8K by vLLM's own loop, and of SGLang on AMD, with the share of first guesses that were right; the last row is
@@ -87,17 +87,16 @@ def _cached(a: Answers, m: Mapping[str, float]) -> Iterator[Finding]:
     share = min(m.get("cached_tokens_total", 0) / read, 1)
     found = f"{share:.0%} of {read / asked:,.0f} tokens a prompt were cached"
     if read / asked >= LONG_PROMPT and share < OF_CONVERSATIONS:
-        found += ". Of conversations nine tenths are; "
+        found += ". Of conversations nine tenths are; what parts their prompts: docs/operating.md, An agent's turns"
         evicted = m.get("evicted_tokens_total", 0)
         if evicted >= EVICTED * (1 - share) * read:
-            found += _evicted(a, m, evicted)
-        else:
-            found += "what parts their prompts: docs/operating.md, An agent's turns"
+            found += f". Or {_evicted(a, m, evicted)}"
     yield ok("cached prompts", found)
 
 
 def _evicted(a: Answers, m: Mapping[str, float], evicted: float) -> str:
-    """Where the KV cache has dropped about as much as was read: what keeps conversations that it has no room for."""
+    """Where the KV cache has dropped about as much as was read: what keeps conversations that it has no room for. A
+    cache that is full drops as much, too, where prompts have nothing in common: which of the two nothing tells."""
     tokens, host = a.get("max_total_num_tokens"), m.get("hicache_host_total_tokens", 0)
     holds = f" of {tokens:,} tokens" if tokens else ""
     more = "fewer at a time" if host else "`serve --host-cache GB` keeps them in the host's memory"

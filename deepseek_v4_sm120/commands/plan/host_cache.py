@@ -7,6 +7,7 @@ size is refused. From 0.5.21 on a start that says no ratio fails: SGLang's own s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from deepseek_v4_sm120.commands.console import CommandError
@@ -14,6 +15,7 @@ from deepseek_v4_sm120.commands.plan import cards, memory
 from deepseek_v4_sm120.commands.plan.request import Flag, Plan, Request
 
 FLAG, RATIO, SIZE = "--enable-hierarchical-cache", "--hicache-ratio", "--hicache-size"
+FLAGS = {FLAG, "--enable-hicache"}  # the second from 0.5.23 on
 SINCE = (0, 5, 17)  # whose caches were driven by random load, with each slot's content beside it
 UNSIZED_SINCE = (0, 5, 21)
 LEAST_RATIO = 1.1  # the host has a copy of what the cards have: below it keeps nothing that they do not
@@ -60,7 +62,7 @@ def flags(plan: Plan) -> list[Flag]:
         least = LEAST_RATIO * host_bytes(plan) / 1e9
         raise CommandError(
             f"--host-cache {plan.request.host_cache_gb:g}: the host has a copy of what the cards have, "
-            f"{plan.tokens:,} tokens; more of them take {least:.0f} GB and up"
+            f"{plan.tokens:,} tokens; more of them take {math.ceil(least)} GB and up"
         )
     kept = int(found * plan.tokens)
     return [
@@ -92,16 +94,17 @@ def notes(plan: Plan) -> list[str]:
 def refuse(plan: Plan, extra: Sequence[str]) -> None:
     """CommandError where what stands behind -- asks SGLang for it in a way that ends the start, after the weights."""
     own = {word.partition("=")[0]: word.partition("=")[2] for word in extra if word.startswith("--")}
-    instead = "say --host-cache GB in front of --" if may_have(plan.request) else f"say {RATIO}"
+    is_planned = may_have(plan.request)  # and its size is known: beside stages it is another one
+    instead = "say --host-cache GB in front of --" if is_planned else f"say {RATIO}"
+    behind = f", or {RATIO} 2 ({2 * host_bytes(plan) / 1e9:.0f} GB of the host's memory) behind it" * is_planned
     sizes = [extra[i + 1] for i, word in enumerate(extra[:-1]) if word == SIZE] + [own.get(SIZE, "")]
     if any(size not in ("", "0") for size in sizes):
         raise CommandError(f"{SIZE} behind --: SGLang has none for this model and ends its start; {instead}")
     has_ratio = RATIO in own or any(flag.name == RATIO for flag in plan.flags)
-    if FLAG in own and not has_ratio and plan.request.version >= UNSIZED_SINCE:
+    if FLAGS & own.keys() and not has_ratio and plan.request.version >= UNSIZED_SINCE:
         raise CommandError(
             f"{FLAG} behind --, without {RATIO}: SGLang {plan.request.sglang} cannot size it for this model and ends "
-            f"its start; {instead}, or {RATIO} 2 ({2 * host_bytes(plan) / 1e9:.0f} GB of the host's "
-            "memory) behind it"
+            f"its start; {instead}{behind}"
         )
 
 

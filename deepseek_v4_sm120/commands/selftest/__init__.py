@@ -82,7 +82,7 @@ def _shortage(error: Exception) -> str | None:
         return None
     torch.cuda.empty_cache()
     free, total = (part >> 20 for part in torch.cuda.mem_get_info())
-    if free > ENOUGH_MIB:
+    if free + (torch.cuda.memory_reserved() >> 20) > ENOUGH_MIB:  # what the check itself took is still there
         return None
     return f"{free} of {total} MiB are free on this card: end what holds the others, a server, and ask again"
 
