@@ -61,9 +61,9 @@ def environment(name: str, work: Path) -> dict:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     patched, chosen, _ = CASES[name]
     own = SIDE_BY_SIDE_ENVIRONMENT | chosen | {"DSV4_SM120_LAYERS" if patched else "E2E_LAYERS": str(work / name)}
-    plugin = experts_stage.PLUGIN if experts_stage.VARIABLE in chosen else None if patched else PLUGIN
-    if plugin is not None:
-        own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(plugin), os.environ.get("PYTHONPATH"))))
+    plugins = [*([] if patched else [PLUGIN]), *([experts_stage.PLUGIN] if experts_stage.VARIABLE in chosen else [])]
+    if plugins:
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, (*map(str, plugins), os.environ.get("PYTHONPATH"))))
     if shelf := os.environ.get("E2E_JIT_SHELF"):
         own["E2E_JIT_SHELF"] = str(work / f"{name}_shelf")
         shutil.copytree(shelf, own["E2E_JIT_SHELF"], dirs_exist_ok=True)

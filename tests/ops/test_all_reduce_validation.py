@@ -98,6 +98,26 @@ def test_host_memory_of_a_group_that_is_not_made_is_given_back(lost, monkeypatch
     assert module.known == set() and os.listdir("/proc/self/fd") == opened
 
 
+def test_of_peers_what_was_opened_is_closed_and_the_own_stays_until_the_end(monkeypatch):
+    """Others may still have this rank's own open."""
+    done = []
+    module = SimpleNamespace(
+        all_reduce_allocate=lambda bytes: 10,
+        all_reduce_handle=lambda memory: b"own",
+        all_reduce_open=lambda handle: 20,
+        all_reduce_close=lambda memory: done.append(("close", memory)),
+        all_reduce_release=lambda memory: done.append(("release", memory)),
+    )
+    monkeypatch.setattr(extension, "load", lambda: module)
+    peers = op.Peers(0, 64, lambda value: [value, (-1, 11, b"another's")])
+    assert peers.places == [10, 20]
+    peers.leave()
+    assert done == [("close", 20)]
+    done.clear()
+    peers.close()
+    assert done == [("close", 20), ("release", 10)]
+
+
 def test_a_group_that_is_not_made_leaves_its_memory(monkeypatch):
     left = []
     memory = SimpleNamespace(places=[1, 2], leave=lambda: left.append("left"))

@@ -27,19 +27,21 @@ def check(r: Request) -> None:
     """CommandError for a size that is none, and for what it is not planned beside."""
     if r.host_cache_gb is None:
         return
-    asked = f"--host-cache {r.host_cache_gb:g}"
     if not 1 <= r.host_cache_gb <= 16384:
         raise CommandError(f"--host-cache must be 1 to 16384 GB of the host's memory, got {r.host_cache_gb:g}")
+    if (why := why_none(r)) is not None:
+        raise CommandError(f"--host-cache {r.host_cache_gb:g}{why}")
+
+
+def why_none(r: Request) -> str | None:
+    """Why it is not planned for this request, in words that go on from what was asked for; None: it is."""
     if r.version < SINCE:
-        raise CommandError(f"{asked}: of SGLang {r.sglang} nobody has tried this model's; take 0.5.17 or newer")
+        return f": of SGLang {r.sglang} nobody has tried this model's; take 0.5.17 or newer"
     if r.card.is_hosts:
-        raise CommandError(f"{asked}: the memory of a {r.card.name} is the host's, there is no other")
+        return f": the memory of a {r.card.name} is the host's, there is no other"
     if r.stages > 1:
-        raise CommandError(f"{asked} with --pp-size {r.stages}: not planned beside stages")
-
-
-def may_have(r: Request) -> bool:
-    return r.version >= SINCE and r.stages == 1 and not r.card.is_hosts
+        return f" with --pp-size {r.stages}: not planned beside stages"
+    return None
 
 
 def host_bytes(plan: Plan) -> float:
@@ -52,6 +54,11 @@ def host_bytes(plan: Plan) -> float:
 def ratio(plan: Plan) -> float:
     """--hicache-ratio with which all cards of a host take at most --host-cache of it, in tenths."""
     return int(plan.request.host_cache_gb * 1e9 / host_bytes(plan) * 10) / 10
+
+
+def taken_bytes(plan: Plan) -> float:
+    """Of the host's memory, by that ratio."""
+    return ratio(plan) * host_bytes(plan)
 
 
 def flags(plan: Plan) -> list[Flag]:
@@ -73,7 +80,7 @@ def flags(plan: Plan) -> list[Flag]:
 
 def notes(plan: Plan) -> list[str]:
     r = plan.request
-    if not plan.fits or not may_have(r):
+    if not plan.fits or why_none(r) is not None:
         return []
     a_million = host_bytes(plan) / plan.tokens * 1e6 / 1e9
     if r.host_cache_gb is None:
@@ -83,10 +90,10 @@ def notes(plan: Plan) -> list[str]:
             f"{a_million:.1f} GB for a million tokens, which it must have beside what the cards have"
         ]
     of_card = memory.cached_bytes(r.model, EXAMPLE, 0, r.rows > 0) / 1e9
-    total = ratio(plan) * host_bytes(plan) / 1e9
     return [
-        f"the host needs {total:.0f} GB for it that stay in memory, and {LEFT_BY_SGLANG / 1e9:.0f} more available at "
-        f"the start, which takes longer by locking them. {EXAMPLE:,} tokens come back as {of_card:.1f} GB a card, some "
+        f"the host needs {taken_bytes(plan) / 1e9:.0f} GB for it that stay in memory, and {LEFT_BY_SGLANG / 1e9:.0f} "
+        "more available at the start, which takes longer by locking them. "
+        f"{EXAMPLE:,} tokens come back as {of_card:.1f} GB a card, some "
         f"{of_card * 1e9 / cards.PCIE.bytes_per_s * 1e3:.0f} ms over a whole {cards.PCIE.name}"
     ]
 
@@ -94,7 +101,7 @@ def notes(plan: Plan) -> list[str]:
 def refuse(plan: Plan, extra: Sequence[str]) -> None:
     """CommandError where what stands behind -- asks SGLang for it in a way that ends the start, after the weights."""
     own = {word.partition("=")[0]: word.partition("=")[2] for word in extra if word.startswith("--")}
-    is_planned = may_have(plan.request)  # and its size is known: beside stages it is another one
+    is_planned = why_none(plan.request) is None  # and its size is known: beside stages it is another one
     instead = "say --host-cache GB in front of --" if is_planned else f"say {RATIO}"
     behind = f", or {RATIO} 2 ({2 * host_bytes(plan) / 1e9:.0f} GB of the host's memory) behind it" * is_planned
     sizes = [extra[i + 1] for i, word in enumerate(extra[:-1]) if word == SIZE] + [own.get(SIZE, "")]
@@ -113,9 +120,8 @@ def too_little(plan: Plan, available_mib: int) -> str | None:
     what the system says, 0 where it does not."""
     if not any(flag.name == RATIO for flag in plan.flags) or not available_mib:
         return None
-    needed = ratio(plan) * host_bytes(plan)
     available = (available_mib << 20) - LEFT_BY_SGLANG
-    if needed <= available:
+    if taken_bytes(plan) <= available:
         return None
     return (
         f"--host-cache {plan.request.host_cache_gb:g}: {(available_mib << 20) / 1e9:.0f} GB of the host's memory are "
