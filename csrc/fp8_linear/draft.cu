@@ -92,10 +92,8 @@ using SumKernel = void (*)(DraftSumParams);
 SumKernel sum_of(int splits) {
   switch (splits) {
     case 1: return draft_sum_kernel<1>;
-    case 2: return draft_sum_kernel<2>;
-    case 4: return draft_sum_kernel<4>;
-    case 8: return draft_sum_kernel<8>;
-    default: throw std::runtime_error("draft_input: takes 1, 2, 4 or 8 splits, got " + std::to_string(splits));
+    case 4: return draft_sum_kernel<4>;  // plans without tuning have no others
+    default: throw std::runtime_error("draft_input: takes 1 or 4 splits, got " + std::to_string(splits));
   }
 }
 
@@ -119,7 +117,7 @@ void launch_draft_sum(const DraftSumParams& params, int splits, bool pdl, cudaSt
 std::vector<KernelAttributes> draft_attributes() {
   const void* const norms = reinterpret_cast<const void*>(&draft_norms_kernel);
   std::vector<KernelAttributes> all = {attributes_of(kName, norms, "fp8_linear_draft_norms", kMostThreads, 0)};
-  for (const int splits : {1, 2, 4, 8}) {
+  for (const int splits : {1, 4}) {
     const void* const sum = reinterpret_cast<const void*>(sum_of(splits));
     all.push_back(attributes_of(kName, sum, "fp8_linear_draft_sum_" + std::to_string(splits), kSumThreads, 0));
   }

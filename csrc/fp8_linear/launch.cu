@@ -150,6 +150,8 @@ std::string problem(int rows, int groups, int outputs, int inputs) {
 }  // namespace
 
 Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
+  const std::string why_not = problem(rows, groups, outputs, inputs);
+  if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   if (rows <= kFewRows && !tuning.in_turn) {
     // the fewest warps beside each other: those have no splits to add, or few. Not where a multiprocessor has one to four tiles
     // of long inputs, as wo_b: split, they are faster between the kernels of a layer (docs/notes/fp8_linear.md)
@@ -166,8 +168,6 @@ Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int s
 }
 
 void launch(const Params& params, const Plan& plan, bool merges, bool pdl, cudaStream_t stream) {
-  const std::string why_not = problem(params.rows, params.groups, params.outputs, params.inputs);
-  if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   const TileVariant* const tile = find_tile(plan);
   const bool few = plan.column_tiles == 0, rotates = params.rotation != nullptr;
   const Launcher launcher = {kName, pdl, stream};

@@ -94,6 +94,8 @@ def test_parts_of_a_product_are_of_its_sizes(monkeypatch):
     for inputs, splits in ((1024, 1), (2048, 4), (4096, 4), (8192, 4)):
         assert {op.splits_of(rows, 4096, inputs, 0) for rows in (1, 8, 9, 64)} == {splits}
     assert op.splits_of(0, 4096, 2048, 0) == op.splits_of(op.LAUNCH_ROWS + 1, 4096, 2048, 0) == 1
+    with pytest.raises(RuntimeError, match="fp8_linear: takes outputs a multiple of 128, got 64"):
+        op.splits_of(3, 64, 2048, 0)
     monkeypatch.setattr(op.Call, "on_cuda", lambda self: None)
     with pytest.raises(ValueError, match="have rows whose product is made in several parts"):
         op.fp8_linear_unmerged(**arguments())

@@ -82,32 +82,35 @@ def _generator(device: str, seed: int) -> torch.Generator:
 # ---- dense layers
 
 
-def _bf16(rows: int, outputs: int, device: str):
+def _bf16(rows: int, outputs: int, device: str, **tuning):
     x, weight = (
         torch.randn(n, 512, generator=_generator(device, n), device=device).bfloat16() for n in (rows, outputs)
     )
-    out = bf16_linear.bf16_linear(x, weight)
+    out = torch.empty(rows, outputs, device=device)
+    bf16_linear._launch(x, weight, out, **tuning)
     return lambda: within(relative_error(out, bf16_reference.bf16_linear(x, weight)), bounds.BF16_LINEAR.truth)
 
 
-def _draft_head(rows: int, device: str):
+def _draft_head(rows: int, dtype: torch.dtype, device: str):
     weight, copy = bf16_spec.make_head(96, _generator(device, rows), hidden=1024)
     x = bf16_spec.make_x(rows, _generator(device, rows), hidden=1024)
-    out = bf16_linear_draft_head.draft_head(x, copy, weight)
-    return lambda: within(relative_error(out, head_reference.draft_head(x, copy, weight)), bounds.DRAFT_HEAD.truth)
+    out = bf16_linear_draft_head.draft_head(x, copy, weight, out_dtype=dtype)
+    bound = bounds.DRAFT_HEAD.truth if dtype == torch.float32 else bounds.BF16_LINEAR_BF16_OUT
+    return lambda: within(relative_error(out, head_reference.draft_head(x, copy, weight)), bound)
 
 
 def _bf16_cases() -> Iterator[Case]:
-    """Tiles of 4, 8 and 16 outputs for 1, 2 and 4 tiles of rows, more rows, and both sizes of square tiles."""
+    """Tiles of 4, 8 and 16 outputs for 1, 2 and 4 tiles of rows by all warps and by few, more rows, and both sizes of
+    square tiles."""
     for outputs in (36, 40, 64):
-        for rows in (1, 9, 17):
-            yield Case(f"{rows} x {outputs}", functools.partial(_bf16, rows, outputs), 4)
+        for rows, warps in ((1, 8), (1, 16), (9, 16), (17, 8), (17, 16)):
+            yield Case(f"{rows} x {outputs}, {warps} warps", functools.partial(_bf16, rows, outputs, warps=warps), 4)
     for outputs in (36, 424, 832):
         yield Case(f"33 x {outputs}", functools.partial(_bf16, 33, outputs), WHOLE_CARD)
     yield Case("33 x 60, square tiles of 64", functools.partial(_bf16, 33, 60), 4)
     yield Case("70 x 200, square tiles of 128", functools.partial(_bf16, 70, 200), 1)
-    for rows in (1, 10):
-        yield Case(f"draft head, {rows} rows", functools.partial(_draft_head, rows), 3)
+    for rows, dtype in ((1, torch.float32), (10, torch.bfloat16)):
+        yield Case(f"draft head, {rows} rows", functools.partial(_draft_head, rows, dtype), 3)
 
 
 def _router(rows: int, experts: int, dtype: torch.dtype, log1p: bool, device: str):
@@ -199,9 +202,9 @@ def _draft_input(tokens: int, inputs: int, entries: int | None, device: str):
 
 def _fp8_cases() -> Iterator[Case]:
     yield from _fp8_of(False)
-    for tokens, inputs, entries in ((1, 2048, 50), (3, 2048, None), (20, 512, 50)):
+    for tokens, inputs, entries, count in ((1, 2048, 50, 8), (3, 2048, None, None), (20, 512, 50, None)):
         name = f"a draft's input, {tokens} tokens of {inputs}"
-        yield Case(name, functools.partial(_draft_input, tokens, inputs, entries))
+        yield Case(name, functools.partial(_draft_input, tokens, inputs, entries), count)
     yield Case("latent norm, 5 rows", functools.partial(_latent_norm, 5))
 
 

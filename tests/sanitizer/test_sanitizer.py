@@ -218,9 +218,10 @@ def test_kernels_that_no_call_reaches_are_named():
         "void dsv4::mhc::fused_kernel<false, true>(dsv4::mhc::Params)": 1,
         "void dsv4::a::(anonymous namespace)::count_kernel(dsv4::a::Params)": 2,
     }
-    assert check.unreached(built, launched) == ["dsv4::mhc::post_kernel"]
-    assert check.instances(built, launched) == ([built[0], built[2]], [built[1]])
-    assert check.instances(["dsv4::b<2, true>"], {"void dsv4::b<(int)2, (bool)1>(int)": 1})[1] == []
+    assert check.instances(built, launched, 9) == ([built[0], built[2]], [built[1]])
+    assert check.instances(["dsv4::b<2, true>"], {"void dsv4::b<(int)2, (bool)1>(int)": 1}, 9)[1] == []
+    formats = [f"dsv4::index_select::score_kernel<{number}, 1>" for number in range(3)]
+    assert [check.instances(formats, {}, major)[1] for major in (9, 12)] == [formats[::2], formats[1:]]
 
 
 def test_command_lines_take_our_kernels_alone(tmp_path):
