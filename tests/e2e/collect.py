@@ -72,7 +72,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_products": ("products2_same", "products4_same", "products2_43", "products4_43"),
     "e2e_prompts": (
         *("prompts", "prompts2", "prompts_planned", "prompts_planned2", "prompts_same", "prompts_same2"),
-        *("prompts_eagle", "prompts_interval", "prompts_interval_stages", "cards2_43"),
+        *("prompts_eagle", "prompts_interval", "prompts_interval_stages", "cards2_43", "host_cache43"),
     ),
 }
 TIMELESS = ("e2e_features", "e2e_sums")  # of any device, since no row is a time

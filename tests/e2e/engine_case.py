@@ -41,11 +41,13 @@ import accepted_stage  # noqa: E402
 import drawn_stage  # noqa: E402
 import prefill_beside  # noqa: E402
 import prompts_stage  # noqa: E402
+import returns_stage  # noqa: E402
 
 PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
 FORCED = ("answer", "same", "features")
+TIMED = ("bench", "profile", "prefill", "prompts", returns_stage.PHASE)
 REPEATED = ("bench", "prompts")  # phases of every round
 ALONE = (*FORCED, "text", "features_text", drawn_stage.PHASE)  # an engine's only one: nothing is timed beside it
 FEATURES = ("features", "features_text")  # features_engine.py
@@ -62,9 +64,7 @@ OTHERS_ROUND_S = 60.0  # and for their turns of the round before
 def parse(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--harness", required=True)
-    parser.add_argument(
-        "--phases", nargs="+", choices=[*ALONE, "bench", "profile", "prefill", "prompts"], default=["answer"]
-    )
+    parser.add_argument("--phases", nargs="+", choices=[*ALONE, *TIMED], default=["answer"])
     parser.add_argument("--steps", nargs="+", default=[], help="of the phases features and features_text")
     parser.add_argument(
         "--prefill", nargs="*", default=[], metavar="NAME=JSON", help="of the engine beside: it prefills"
@@ -407,6 +407,8 @@ class Case:
         if "prompts" in phases:
             self.prompts = prompts_stage.measure(self, own.shapes, self.prompts)
             self.write("_bench", {**result, "rows": rows, "prompts": self.prompts})
+        if returns_stage.PHASE in phases:
+            self.write("_bench", {**result, "rows": rows, returns_stage.PHASE: returns_stage.measure(self)})
         return rows
 
 

@@ -5,6 +5,8 @@ and many prompts at once, pass by pass: what the cards do in each, and how long 
 import collections
 import re
 
+import returns_stage
+
 PROMPTS = ((1, 128), (1, 512), (1, 1024), (8, 1024), (32, 1024))  # at once, tokens of each
 TRACED = ((1, 1024), (32, 1024), (1, 8192))
 # kernels of NCCL's, a sum in two where streams are dealt; their time is the wait for the other cards, too
@@ -73,6 +75,7 @@ IMPLEMENTATIONS = {
             ("chunks_graphs", "prefill graphs, chunks of 2,048"),
         )
     },
+    **returns_stage.IMPLEMENTATIONS,
 }
 
 
@@ -122,6 +125,7 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible, no_peers):
     in_chunks = make("same_chunks_graphs", [*same, "--chunk", "2048"], environment=captured)
 
     # of 32 experts, so that three engines fit a card; a prompt's products are as large as with 64
+    returning = returns_stage.stages(make, timed, sets, ours)
     timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 32}'), "--mem", "0.97"]
     timed += ["--phases", "prompts", "--max-total-tokens", "100000"]
     step = ["--phases", "prompts", "bench"]
@@ -155,6 +159,7 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible, no_peers):
         ],
         "prompts_same": [*pair("", same), in_chunks],
         "prompts_same2": pair("tp2_", sums(2, *same)),
+        **returning,
     }
 
 
@@ -250,6 +255,8 @@ def graphs_gib(log):
 
 def rows_of(row, name, case):
     """collect.py's rows of a case. row: its maker of rows."""
+    if name in returns_stage.IMPLEMENTATIONS:
+        return returns_stage.rows_of(row, name, case)
     impl, rows = IMPLEMENTATIONS[name], []
 
     def add(at, metric, value, bar=None):

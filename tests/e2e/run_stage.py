@@ -31,6 +31,7 @@ import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
 import prompts_stage  # noqa: E402
+import returns_stage  # noqa: E402
 import shared_cards  # noqa: E402
 from stages import DIFFERENCES, SAMES, SIDE_BY_SIDE_ENVIRONMENT, STAGES, TEXTS  # noqa: E402
 from what_ran import commit, device, read_json  # noqa: E402
@@ -234,7 +235,11 @@ def result(cases, outcomes, arguments):
         if answers and not case.is_timed:
             entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
         if timings and case.is_timed:
-            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows", "prefill", "prompts") if k in timings}
+            entry |= {
+                k: timings[k]
+                for k in ("sglang", "startup_s", "rows", "prefill", "prompts", returns_stage.PHASE)
+                if k in timings
+            }
         found[case.name] = entry
     return found
 

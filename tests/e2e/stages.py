@@ -20,6 +20,7 @@ import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
 import products_stage  # noqa: E402
 import prompts_stage  # noqa: E402
+import returns_stage  # noqa: E402
 import streams_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
@@ -155,7 +156,7 @@ class Case:
 
     @property
     def is_timed(self) -> bool:
-        return bool({"bench", "profile", "prompts"} & set(self.options))
+        return bool({"bench", "profile", "prompts", returns_stage.PHASE} & set(self.options))
 
 
 def of_cards(*model):

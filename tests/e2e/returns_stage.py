@@ -1,0 +1,136 @@
+"""The stage `host_cache43` of run_stage.py: a conversation that comes back, from the card's prefix cache, from the
+host's memory (--enable-hierarchical-cache), and computed again; and what each takes of a stream beside it."""
+
+import asyncio
+import time
+
+PHASE = "returns"
+LENGTHS = (8192, 32_000)  # tokens of the conversation
+REPEATS = 2
+POOL = 70_000  # tokens of the card's cache
+FILLERS = (32_000,) * 3  # prompts that take all of it, one after the other
+COMPUTED, CARD, LATER = "computed", "again at once", "again behind others"
+STREAM = 256  # tokens of the prompt of the stream beside
+STREAM_NEW, BEGINS_AT = 400, 60  # its tokens, and the one with which the conversation is sent
+HOST, NO_HOST = "host_cache43", "no_host_cache43"
+IMPLEMENTATIONS = {
+    HOST: "ours, every operator on, host memory behind the prefix cache",
+    NO_HOST: "ours, every operator on, prefix cache of the card alone",
+}
+ISSUE = 23
+
+
+def stages(make, timed, sets, ours):
+    options = [*timed, *sets(json_model_override_args='{"n_routed_experts": 32}'), "--mem", "0.97", "--radix"]
+    options += ["--phases", PHASE, "--max-total-tokens", str(POOL)]
+    hierarchical = sets(enable_hierarchical_cache=True, hicache_ratio=4.0)
+    return {
+        HOST: [
+            make(HOST, options + hierarchical, environment=ours, takes_turns=True),
+            make(NO_HOST, options, environment=ours, takes_turns=True),
+        ]
+    }
+
+
+# ---- in the engine
+
+
+def measure(case):
+    """Of a Case of engine_case.py: of each length how a conversation came, alone and beside a stream."""
+    case.first_tokens(1, FILLERS[0], 9)
+    return {f"{length}": of_length(case, length) for length in LENGTHS}
+
+
+def of_length(case, length):
+    found = {kind: {"ms": [], "cached": [], "sources": []} for kind in (COMPUTED, CARD, LATER)}
+    for i in range(REPEATS):
+        for kind in found:
+            if kind == LATER:
+                fill(case, 50 * i)
+            seconds, (answer,) = case.first_tokens(1, length, 1000 + i)
+            tell(found[kind], answer["meta_info"], 1e3 * seconds)
+    beside = {"alone": stream_beside(case, None)}
+    fill(case, 500)
+    beside[COMPUTED] = stream_beside(case, (length, 2000))
+    fill(case, 600)
+    beside[LATER] = stream_beside(case, (length, 2000))
+    print(f"[{case.options.name}] {length}: {found} {beside}", flush=True)
+    return found | {"beside": beside}
+
+
+def tell(row, meta, ms):
+    row["ms"].append(ms)
+    row["cached"].append(meta.get("cached_tokens"))
+    row["sources"].append(meta.get("cached_tokens_details"))
+
+
+def fill(case, seed):
+    """Others, which take all of the card's cache."""
+    for number, length in enumerate(FILLERS):
+        case.first_tokens(1, length, 5000 + seed + number)
+
+
+def stream_beside(case, sent):
+    """Milliseconds from token to token of one stream: their median, the longest one, and all from the token with which
+    a conversation (length, seed; None: none) was sent until it had its own first token."""
+    prompt = case.harness.ids(STREAM, case.vocabulary, 77)
+    asked = {"temperature": 0, "max_new_tokens": STREAM_NEW, "ignore_eos": True}
+    times, other = [], {}
+
+    async def conversation():
+        length, seed = sent
+        once = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        other["began"] = time.perf_counter()
+        answer = await case.engine.async_generate(
+            input_ids=case.harness.ids(length, case.vocabulary, seed), sampling_params=once
+        )
+        other.update(ended=time.perf_counter(), cached=answer["meta_info"].get("cached_tokens"))
+
+    async def together():
+        task = None
+        chunks = await case.engine.async_generate(input_ids=prompt, sampling_params=asked, stream=True)
+        async for _ in chunks:
+            times.append(time.perf_counter())
+            if len(times) == BEGINS_AT and sent is not None:
+                task = asyncio.ensure_future(conversation())
+        if task is not None:
+            await task
+
+    case.engine.loop.run_until_complete(together())
+    return of_gaps(times, other)
+
+
+def of_gaps(times, other):
+    gaps = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+    row = {"median_ms": sorted(gaps)[len(gaps) // 2], "longest_ms": max(gaps[BEGINS_AT // 2 :]), "messages": len(times)}
+    if other:
+        row |= {"conversation_ms": 1e3 * (other["ended"] - other["began"]), "cached": other["cached"]}
+        row["ended_before_the_stream"] = other["ended"] < times[-1]
+    return row
+
+
+# ---- around it
+
+
+def rows_of(row, name, case):
+    """collect.py's rows of a case. row: its maker of rows."""
+    impl, rows = IMPLEMENTATIONS[name], []
+    for length, found in case.get(PHASE, {}).items():
+        at = f"43 layers, 32 experts, a conversation of {int(length):,} tokens"
+
+        def add(what, metric, value, at=at):
+            rows.append(row(f"{at}, {what}", impl, metric, value, None, ISSUE))
+
+        for kind in (COMPUTED, CARD, LATER):
+            seen = found[kind]
+            add(kind, "time to the first token, ms, best", min(seen["ms"]))
+            add(kind, "time to the first token, ms, worst", max(seen["ms"]))
+            add(kind, "tokens from a cache, fewest", min(cached or 0 for cached in seen["cached"]))
+        for kind, seen in found["beside"].items():
+            what = "a stream alone" if kind == "alone" else f"{kind}, beside a stream"
+            add(what, "from a token of the stream to the next, median, ms", seen["median_ms"])
+            add(what, "from a token of the stream to the next, longest, ms", seen["longest_ms"])
+            if "conversation_ms" in seen:
+                add(what, "time to the first token, ms", seen["conversation_ms"])
+                add(what, "tokens from a cache", seen["cached"] or 0)
+    return rows

@@ -1,0 +1,79 @@
+"""What the stage `host_cache43` makes of an engine's answers, and that it tells one that keeps nothing."""
+
+import asyncio
+import types
+
+import pytest
+
+from tests.e2e import collect, returns_stage
+from tests.e2e.stages import STAGES
+
+
+class Engine:
+    """A card that keeps the last two prompts, and behind it a host that keeps all, or none; a token a millisecond."""
+
+    def __init__(self, host):
+        self.loop, self.host, self.card, self.stored, self.busy = asyncio.new_event_loop(), host, [], set(), 0.0
+
+    def first(self, prompt):
+        at_once, kept = prompt in self.card, self.host and prompt in self.stored
+        self.card = [*(one for one in self.card if one != prompt), prompt][-2:]
+        self.stored.add(prompt)
+        cached = prompt[1] - 1 if at_once or kept else 0
+        return {"meta_info": {"cached_tokens": cached}}, 0.001 if at_once else 0.002 if kept else 0.02
+
+    async def async_generate(self, input_ids, sampling_params, stream=False):
+        if stream:
+            return self.tokens(sampling_params["max_new_tokens"])
+        answer, seconds = self.first(input_ids)
+        self.busy = seconds
+        await asyncio.sleep(seconds)
+        return answer
+
+    async def tokens(self, count):
+        for _ in range(count):
+            busy, self.busy = self.busy, 0.0
+            await asyncio.sleep(busy)
+            yield {}
+
+
+def measured(host, monkeypatch):
+    monkeypatch.setattr(returns_stage, "LENGTHS", (90,))
+    harness = types.SimpleNamespace(ids=lambda length, vocabulary, seed: (seed, length))
+    case = types.SimpleNamespace(
+        engine=Engine(host), vocabulary=1, harness=harness, options=types.SimpleNamespace(name="n")
+    )
+
+    def first_tokens(batch, length, seed):
+        answer, seconds = case.engine.first((seed, length))
+        return seconds, [answer]
+
+    case.first_tokens = first_tokens
+    try:
+        return returns_stage.measure(case)
+    finally:
+        case.engine.loop.close()
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_a_conversation_comes_from_where_it_is_kept(host, monkeypatch):
+    name = returns_stage.HOST if host else returns_stage.NO_HOST
+    case = {"exit": 0, "patched": False, "command": "engine_case.py", returns_stage.PHASE: measured(host, monkeypatch)}
+    rows = {(row["case"].split("tokens, ")[-1], row["metric"]): row["value"] for row in collect.case_rows(name, case)}
+    for kind, cached in ((returns_stage.COMPUTED, 0), (returns_stage.CARD, 89), (returns_stage.LATER, 89 * host)):
+        assert rows[kind, "tokens from a cache, fewest"] == cached
+    assert rows[returns_stage.LATER, "time to the first token, ms, best"] == (2 if host else 20)
+    longest = "from a token of the stream to the next, longest, ms"
+    computed, later = (
+        rows[f"{kind}, beside a stream", longest] for kind in (returns_stage.COMPUTED, returns_stage.LATER)
+    )
+    assert computed >= 20 and (2 <= later < 20 if host else later >= 20)
+    assert rows[f"{returns_stage.LATER}, beside a stream", "tokens from a cache"] == 89 * host
+    assert ("a stream alone", longest) in rows
+
+
+def test_both_engines_differ_in_the_host_alone():
+    with_host, without = STAGES[returns_stage.HOST]
+    added = with_host.options[len(without.options) :]
+    assert with_host.options[: len(without.options)] == without.options and "hicache_ratio=4.0" in added
+    assert with_host.environment == without.environment and with_host.is_timed and "--radix" in without.options
