@@ -164,6 +164,7 @@ SECTIONS = {
         "graphs are SGLang's, `--cuda-graph-backend-prefill breakable`. Their bits: six layers, `reproducible=on`.",
         {
             "time to all first tokens, ms, best": "time to all first tokens, ms",
+            "from a token of the stream to the next, longest, ms": "longest pause of a stream beside",
             "pass 1, the card without a kernel, ms": "idle in pass 1",
             "pass 1, launches": "launches in pass 1",
             "pass 4, traced, ms": "pass 4, ms",
@@ -336,11 +337,6 @@ SECTIONS = {
         "mxfp4_moe at four cards, H100",
         "A rank's share of one layer, weights cold.",
         MICROSECONDS | {"read_share": "share of read bandwidth", "ratio": "to ours without"},
-    ),
-    "mxfp4_moe_reproducible_h200": Section(
-        "mxfp4_moe, reproducible",
-        "A prompt's rows with the bits of few, beside the same rows without and by the kernels for few.",
-        MICROSECONDS | {"ratio": "to ours without"},
     ),
     "mxfp4_moe_prompts_h200": Section(
         "mxfp4_moe, prompts",
