@@ -272,6 +272,8 @@ def test_the_documents_name_every_operator_and_every_setting():
     assert read and set(re.findall(r"\bDSV4_SM120[A-Z_]*", operating)) == read
     assert set(re.findall(r"\bDSV4_SM120[A-Z_]*", readme)) <= read
     assert [op for op in OPS if f"`{op}`" not in readme] == []
+    settings = operating.partition("\n## Settings\n")[2]  # a row for each that `status` shows
+    assert [default.name for default in TABLE.defaults if f"`{default.name}`" not in settings] == []
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
