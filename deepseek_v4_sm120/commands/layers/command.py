@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", help="what judges: cpu, or an idle card, cuda:0 (default: one that is idle, or cpu)"
     )
     parser.add_argument(
-        "--limit-s", type=float, default=LIMIT_S, help="a judgement that is reckoned to last longer is not begun"
+        "--limit-s",
+        type=float,
+        default=LIMIT_S,
+        help="a judgement that is reckoned to last longer is not begun (default: %(default)g)",
     )
     parser.add_argument("--without-drafts", action="store_true", help="the model alone, not its MTP block")
     parser.add_argument("--keep", action="store_true", help="leave the record where it is")
