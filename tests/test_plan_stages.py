@@ -226,7 +226,7 @@ def test_the_command_line_takes_the_cards_that_were_asked_for(asked, given, told
     status, said = told("plan", *GIVEN, *asked.split())
     assert status == 0 and said.count(f" {given} --trust-remote-code ") == 2  # as it is installed, and with Docker
     is_staged = "--pp-size 1" not in asked and "--pp-size" in asked
-    notes = "1,628 ms, by tensors 2,257", "no speculation with stages"
+    notes = "1,609 ms, by tensors 2,257", "no speculation with stages"
     for words in (*notes, " stages, SGLang 0.5.23", "of the stage that"):
         assert (words in said) is is_staged, words
 

@@ -89,6 +89,11 @@ CLIENT_SHARES = (
 NO_GATE = {
     *("corruption_marks", "gates", "greedy", "in_flight", "saved", "server_load", "soak_state", "verdict", "whole"),
 }
+# patches that nobody has to know by name: parts of an operator or a setting, and what validation alone has
+UNTOLD = {
+    *("argument_defaults", "marlin_on_sm120", "prefill_interval", "sched_meta", "sm120_seams", "sparse_decode_hopper"),
+    *("reproducible_arguments", "reproducible_head", "reproducible_sampling"),
+}
 # names that say nothing of a file's contents
 VAGUE = {"utils", "util", "helpers", "misc", "tools", "lib"}
 
@@ -272,6 +277,10 @@ def test_the_documents_name_every_operator_and_every_setting():
     assert read and set(re.findall(r"\bDSV4_SM120[A-Z_]*", operating)) == read
     assert set(re.findall(r"\bDSV4_SM120[A-Z_]*", readme)) <= read
     assert [op for op in OPS if f"`{op}`" not in readme] == []
+    settings = operating.partition("\n## Settings\n")[2]  # a row for each that `status` shows
+    assert [default.name for default in TABLE.defaults if f"`{default.name}`" not in settings] == []
+    told = readme + operating + (REPO / "docs/mended.md").read_text()
+    assert {patch.name for patch in TABLE.patches if f"`{patch.name}`" not in told} == UNTOLD
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

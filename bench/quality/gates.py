@@ -49,6 +49,7 @@ from bench.quality import (  # noqa: E402
 )
 from bench.quality.verdict import Verdict, markdown, without  # noqa: E402
 from bench.serving.endpoint import KEY_STATUSES, TOTAL_S, ServerError, ServerRefused  # noqa: E402
+from bench.serving.help_text import tell_defaults  # noqa: E402
 from deepseek_v4_sm120.commands.disclosure import API_KEY, printable  # noqa: E402
 
 GATES = {
@@ -89,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
         )
         one.add_argument("--out", type=Path, help="folder for GATE.json")
         gate.add_arguments(one)
+        tell_defaults(one)
     summary = gates.add_parser("summary")
     summary.add_argument("files", nargs="+", type=Path)
     return found

@@ -34,6 +34,7 @@ sys.path[:0] = [str(REPO)]
 from bench.serving import cells, identity, machine, plots, report  # noqa: E402
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.generator_process import Generator, GeneratorFailed  # noqa: E402
+from bench.serving.help_text import tell_defaults  # noqa: E402
 from bench.serving.load_generator import PATHS  # noqa: E402
 from bench.serving.session import FORMAT, Session, Settings, Side  # noqa: E402
 from deepseek_v4_sm120.commands.disclosure import API_KEY, printable, redacted, shown  # noqa: E402
@@ -62,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--change", action="append", default=[], metavar="WHAT", help="the one intended change: patch, "
                        "version, model, flag:NAME, env:NAME, nothing (an A/A run); may be repeated")  # fmt: skip
     found.add_argument("--spec", metavar="FLAGS", help="also run both commands with these speculation flags added")
-    found.add_argument("--matrix", default="quick", choices=sorted(cells.MATRICES))
+    found.add_argument("--matrix", default="quick", choices=sorted(cells.MATRICES), help="how many points")
     found.add_argument("--only", metavar="WORDS", help="only cells whose name contains one of these, comma-separated")
     found.add_argument("--prompts", default="text", choices=("text", "random"), help="random: token ids, no tokenizer")
     found.add_argument(
@@ -86,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--commit", help="of this checkout, where it is a copy without git")
     found.add_argument("--out", type=Path, default=Path("serving_comparison"))
     found.add_argument("--from", dest="from_file", type=Path, help="write the reports of an earlier result.json again")
+    tell_defaults(found)
     return found
 
 

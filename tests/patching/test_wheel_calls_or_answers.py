@@ -1,5 +1,5 @@
 """What calls and answers are held to: each release's own way from a request to the grammar, over a stand-in for
-XGrammar, with ours and without. XGrammar's own were asked by hand (docs/operating.md)."""
+XGrammar, with ours and without. XGrammar's own were asked by hand (docs/mended.md)."""
 
 import asyncio
 import collections

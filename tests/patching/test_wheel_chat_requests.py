@@ -406,7 +406,7 @@ def test_the_prompts_of_others_stay_sglangs(thinks_by_default, monkeypatch):
 
 @before_recipe
 def test_which_levels_a_release_has(version):
-    """docs/operating.md: the first ones, then those of the checkpoint; from 0.5.23 on deepseek-recipe's."""
+    """docs/mended.md: the first ones, then those of the checkpoint; from 0.5.23 on deepseek-recipe's."""
     text, both = encoder_of(version), since(version, LEVELS_OF_THE_CHECKPOINT_SINCE)
     assert "Absolute maximum" in text
     assert ("Beyond maximum" in text) is ("reasoning_effort_profile" in text) is both

@@ -1,4 +1,4 @@
-"""What docs/operating.md says of speculation's ends, counts and seeds: each release's own code on the CPU, without
+"""What docs/mended.md says of speculation's ends, counts and seeds: each release's own code on the CPU, without
 first_stops and with it."""
 
 import asyncio

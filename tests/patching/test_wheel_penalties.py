@@ -250,7 +250,7 @@ def test_when_sglang_counts(version):
 
 @every_release("0.5.16")
 def test_dspark_asks_for_penalties_by_a_name_that_nothing_has(version):
-    """And nobody counts for it: docs/operating.md. Its batches go there without penalizers."""
+    """And nobody counts for it: docs/mended.md. Its batches go there without penalizers."""
     wheel = fetch(version)
     text = {
         name: content(wheel, f"sglang/srt/{name}.py")

@@ -94,7 +94,7 @@ def test_layers_without_compression_have_their_own_angles(version, built):
 
 @pytest.mark.parametrize("version", ["0.5.14", "0.5.17"])
 def test_how_far_off_they_are_within_a_window(version, built):
-    """What docs/operating.md says; and another model's stay SGLang's."""
+    """What docs/mended.md says; and another model's stay SGLang's."""
     found = built(version, False, 0)
     assert (found[127] / wanted(0)[127]).angle().abs().max() == pytest.approx(0.037, abs=0.0005)
     assert torch.equal(built(version, True, 0, serves=False), found)

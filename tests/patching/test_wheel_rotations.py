@@ -76,7 +76,7 @@ def trained(compressed: bool) -> torch.Tensor:
 
 @every_release("0.5.17")
 def test_each_layer_has_its_own(version):
-    """Layers 0 and 1 have YaRN's from 0.5.14 to 0.5.17, too, which docs/operating.md tells."""
+    """Layers 0 and 1 have YaRN's from 0.5.14 to 0.5.17, too, which docs/mended.md tells."""
     tables = {}
     for layer, ratio in enumerate(FLASH["compress_ratios"][:FIRST_OF_EACH]):
         given = asked(version, layer)

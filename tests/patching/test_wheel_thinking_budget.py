@@ -1,5 +1,5 @@
 """A budget of thoughts by --enable-strict-thinking: each release's own grammar of it, over the drafts of a verification
-and without speculation (docs/operating.md)."""
+and without speculation (docs/mended.md)."""
 
 import random
 

@@ -97,7 +97,7 @@ def test_other_models_and_cards_keep_sglangs(read, version):
 
 @read_by
 def test_words_in_front_of_a_call_are_lost_by_several_tokens_a_step_before_they_were_mended(read, version):
-    """What doctor and docs/operating.md say of streams; sglang #34458."""
+    """What doctor and docs/mended.md say of streams; sglang #34458."""
     streamed = [
         in_front.strip()
         for ways in read(version)["stock"].values()

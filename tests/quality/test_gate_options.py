@@ -7,12 +7,24 @@ import sys
 
 import pytest
 
-from bench.quality import gates
+from bench.quality import gates, greedy
 from bench.quality.verdict import Verdict
+from bench.serving import compare
 from tests.quality.test_gates import reference, run, under_test  # noqa: F401
 from tests.quality.test_lies import FEWER
 
 KEY = "k3y-that-nobody-may-read"
+
+
+def test_the_help_says_every_default():
+    """What a verdict was measured by: docs/gates.md has none of these numbers."""
+    found = next(action.choices for action in gates.parser()._actions if action.choices)
+    parsers = [*(found[gate] for gate in gates.GATES), compare.parser()]
+    told = [(action.dest, action.help) for parser in parsers for action in parser._actions if action.default]
+    told = [(name, said) for name, said in told if name != "help"]
+    assert len(told) > 50 and [name for name, said in told if "default" not in (said or "")] == []
+    said = " ".join(found["logit-oracle"].format_help().split())
+    assert f"{greedy.TIE})" in said and "[1, 8, 32]" in found["speculation-equality"].format_help()
 
 
 @pytest.mark.parametrize("gate", gates.GATES)

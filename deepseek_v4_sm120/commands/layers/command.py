@@ -41,16 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help=f"the server's; others can read it here: better the variable {API_KEY}")
     parser.add_argument("--record", help="a finished record, in place of --url: a folder in the server's")
     parser.add_argument(
-        "--model", help="the checkpoint's folder, or its name in Hugging Face's cache (default: theirs)"
+        "--model", help="the checkpoint's folder, or its name in Hugging Face's cache (default, of a record: its)"
     )
-    parser.add_argument("--alone", type=int, nargs="*", default=list(asking.ALONE), metavar="TOKENS", help="prompts")
-    parser.add_argument("--together", type=int, nargs="*", default=list(asking.TOGETHER), metavar="TOKENS")
-    parser.add_argument("--new", type=int, default=asking.NEW, help="tokens of each answer")
+    lengths = {"type": int, "nargs": "*", "metavar": "TOKENS"}
+    sent = "prompts of so many tokens, sent {} (default: %(default)s)"
+    parser.add_argument("--alone", default=list(asking.ALONE), help=sent.format("one by one"), **lengths)
+    parser.add_argument("--together", default=list(asking.TOGETHER), help=sent.format("at once"), **lengths)
+    parser.add_argument("--new", type=int, default=asking.NEW, help="tokens of each answer (default: %(default)s)")
     parser.add_argument("--rows", type=int, help="judged of each request's in a pass (default: 2, on a card 8)")
     parser.add_argument(
         "--device", help="what judges: cpu, or an idle card, cuda:0 (default: one that is idle, or cpu)"
     )
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="what is reckoned to last longer is not begun")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=LIMIT_S,
+        help="a judgement that is reckoned to last longer is not begun (default: %(default)g)",
+    )
     parser.add_argument("--without-drafts", action="store_true", help="the model alone, not its MTP block")
     parser.add_argument("--keep", action="store_true", help="leave the record where it is")
     parser.add_argument("--json", action="store_true", help="machine-readable")

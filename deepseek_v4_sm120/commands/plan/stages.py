@@ -21,14 +21,14 @@ NO_DRAFTS = (
     "SGLang stops up to 0.5.20; later it takes EAGLE with SGLANG_ENABLE_PP_SPEC=1, which nobody has run with us, and "
     "what a drafter holds beside stages is not planned"
 )
-# New tokens of prompts for each that is written, below which stages lost by each of the figures below: 0.0197 ms won of
-# a prompt's token, 0.41 lost of one written with 32 streams; 0.64 with 8, 2.4 with one, which make 32 and 122
+# New tokens of prompts for each that is written, below which stages lost by each of the figures below: 0.0203 ms won of
+# a prompt's token, 0.41 lost of one written with 32 streams; 0.64 with 8, 2.4 with one, which make 32 and 118
 LEAST_READ = 20
 # by us, in one run on two H200 without peers (sums through host memory), 0.5.23, 43 layers, 32 experts
 FOR_WHICH_LOAD = (
     "stages pay where long prompts, or many at once, are read and little is written: on two H200 without peers "
-    "(0.5.23) one prompt of 32,000 tokens took 1,628 ms, by tensors 2,257, 32 of 1,024 tokens 1,440 for 2,067; one of "
-    "8,192 590 for 553, 8 of 1,024 549 for 527. They lose where text is written: a step of 1, 8, 32 streams took 6.4 "
+    "(0.5.23) one prompt of 32,000 tokens took 1,609 ms, by tensors 2,257, 32 of 1,024 tokens 1,436 for 2,067; one of "
+    "8,192 590 for 553, 8 of 1,024 556 for 527. They lose where text is written: a step of 1, 8, 32 streams took 6.4 "
     "to 8.7, 11.2 to 12.5, 24.3 to 26.6 ms, by tensors 3.7 to 4.0, 6.1, 10.9 to 11.2 (own_outputs=off 10.5 to 11.6, "
     f"13.5 to 15.2, 23.0 to 25.4). By that they pay from some {LEAST_READ} new tokens of prompts for each that is "
     "written, with 32 streams, from 120 with one; below leave out --pp-size. All this of prompts while nobody writes: "
