@@ -46,6 +46,11 @@ OF_GRAMMARS = {  # what requests are held to
         "manager": ((TOKENIZER_MANAGER,),),
         "manager.server_args": (("<0.5.17", f"{SRT}.server_args:ServerArgs"),),
     },
+    "mixed_grammars": {
+        "batch": ((BATCH,),),
+        "batch.forward_mode": ((f"{SRT}.model_executor.forward_batch_info:ForwardMode",),),
+        "batch.spec_algorithm": ((f"{SRT}.speculative.spec_info:SpeculativeAlgorithm",),),
+    },
 }
 
 OF_LONG_CALLS = {

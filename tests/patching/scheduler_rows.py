@@ -36,7 +36,7 @@ def expected(version: str) -> dict[str, str]:
     if not since(version, "0.5.21"):
         found["prefix_walks"] = rows.TREE_CORE if since(version, "0.5.17") else rows.UNIFIED_CACHE
     if since(version, "0.5.19"):
-        found["prompts_alone"] = rows.SCHEDULER
+        found |= {"prompts_alone": rows.SCHEDULER, "mixed_grammars": rows.SCHEDULER}
     else:
         found["idle_checks"] = rows.IDLE_CHECKS.targets[since(version, "0.5.13")].where
     if since(version, "0.5.20"):

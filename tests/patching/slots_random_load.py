@@ -149,13 +149,13 @@ def turn(scheduler, overlap):
     return batch
 
 
-def outcome(version, case, seeds, steps=STEPS):
-    """-> what was seen, and what went wrong in the first run that did."""
+def outcome(version, case, seeds, steps=STEPS, kind=None):
+    """-> what was seen, and what went wrong in the first run that did. kind: another Load."""
     seen = Counter()
     for seed in seeds:
         load = None
         try:
-            load = Load(version, case, seed)
+            load = (kind or Load)(version, case, seed)
             load.run(steps)
         except Exception as problem:  # whatever ends a scheduler ends a server
             where = traceback.extract_tb(problem.__traceback__)[-1]
@@ -219,13 +219,15 @@ def main():
     asked = {name: rest for name, (until, *rest) in MENDED.items() if not since(version, until)}
     found["alone"] = {name: outcome(version, *rest)["wrong"] for name, rest in asked.items()}
     if seeds:
-        from tests.patching import slots_first_requests, slots_waiting
+        from tests.patching import slots_first_requests, slots_grammars, slots_waiting
 
         found["waiting"] = {"alone": slots_waiting.alone(version)}
+        found["grammars"] = {"alone": slots_grammars.alone(version)}
         found["forms"] = slots_first_requests.of_suite(version)
     everything().take_ours()
     if seeds:
         found["waiting"]["ours"] = slots_waiting.with_ours(version)
+        found["grammars"]["ours"] = slots_grammars.with_ours(version)
     found["with ours"] = {name: outcome(version, *rest) for name, rest in asked.items()}
     if seeds:
         from tests.patching import slots_hierarchy

@@ -163,7 +163,8 @@ class Everything:
 
         scope.is_ours = lambda: True  # where a fix asks by another of its functions
         chunks = rows.WAITING_CHUNKS, rows.MIXED_CHUNKS, rows.PREEMPTED_REQUESTS, rows.SHORT_PROMPTS  # as in the table
-        for row in (rows.CACHED_BEGINNING, rows.STRIPPED_THOUGHTS, *chunks, rows.WAITING_PROMPTS, rows.PREFIX_WALKS):
+        others = rows.WAITING_PROMPTS, rows.PREFIX_WALKS, rows.MIXED_GRAMMARS
+        for row in (rows.CACHED_BEGINNING, rows.STRIPPED_THOUGHTS, *chunks, *others):
             for target in (t for t in row.targets if self.version in SpecifierSet(t.sglang)):
                 module, _, names = target.where.partition(":")
                 owner, name = getattr(importlib.import_module(module), names.partition(".")[0]), names.partition(".")[2]

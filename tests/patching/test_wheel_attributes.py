@@ -366,8 +366,9 @@ OBJECTS = {
         "self.sampling_info.penalizer_orchestrator": ORCHESTRATOR,
     },
     "min_tokens": {
-        **{"batch": ((SCHEDULE_BATCH,),), "request": ((REQUEST,),), "request.sampling_params": SAMPLING_PARAMS},
-        **{"self.sampling_info": SAMPLING_INFO, "self.sampling_info.penalizer_orchestrator": ORCHESTRATOR},
+        **{"request": ((REQUEST,),), "request.sampling_params": SAMPLING_PARAMS},
+        **dict.fromkeys(("batch", "running_batch"), ((SCHEDULE_BATCH,),)),
+        **{"batch.sampling_info": SAMPLING_INFO, "batch.sampling_info.penalizer_orchestrator": ORCHESTRATOR},
         "algorithm": ((f"{SRT}.speculative.spec_info:SpeculativeAlgorithm",),),
         "penalizer": ((f"{SRT}.sampling.penaltylib.{PENALIZERS[-1]}Penalizer",),),
         "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),

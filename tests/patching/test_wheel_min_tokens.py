@@ -142,6 +142,49 @@ def test_answers_with_dsparks_drafts_end_where_they_would_without(version, order
     assert ends(OfDspark(version, several(), ours=False), order)[OWNER] > 6
 
 
+def mixed_pass(version, kind, *, ours, mended):
+    """A step is in flight. -> by request: whether it is known to be too short, whether the pass's draw has no end, the
+    count; by the release's own penalizers, which become the pass's."""
+    asked = several()
+    asked[0].sampling_params.frequency_penalty = 0.5
+    batch = kind(version, asked, ours=ours)
+    batch.prepare()
+    for brought in (1, WIDTH):  # by the prompts' pass and by a step; that of the next one is not known yet
+        for one in batch.reqs:
+            one.output_ids.extend([OTHER] * brought)
+        batch.prepare()
+
+    def mix_with_running(prompts, running_batch):
+        made, logits = running_batch.sampling_info.penalizer_orchestrator, torch.zeros(len(LEAST), VOCABULARY)
+        type(made).apply(made, logits)
+        return logits[:, END].isneginf().tolist(), [told[3] for told in running_batch.told()]
+
+    mix = min_tokens.replace_mix(mix_with_running) if mended else mix_with_running
+    return [len(one.output_ids) < least for one, least in zip(batch.reqs, LEAST, strict=True)], *mix(None, batch)
+
+
+@every_release("0.5.19")
+@pytest.mark.parametrize("kind", [OfEagle, OfDspark])
+def test_in_a_mixed_pass_an_answer_that_is_too_short_does_not_end(version, kind):
+    short, found, _ = mixed_pass(version, kind, ours=True, mended=True)
+    assert found == short and short[-1] and not short[0]
+    assert mixed_pass(version, kind, ours=False, mended=False)[1][-1]  # SGLang's own count
+    assert not any(mixed_pass(version, kind, ours=True, mended=False)[1])  # why it is needed with ours
+
+
+def test_a_mixed_pass_without_drafts_or_without_min_tokens_stays_sglangs():
+    batch = OfEagle("0.5.23", several(), ours=True)
+    batch.prepare()
+    batch.spec_algorithm = algorithm("NONE")
+    seen = []
+    min_tokens.replace_mix(lambda prompts, running: seen.append(running))(None, batch)
+    assert seen == [batch] and [told[3] for told in batch.told()] == [[max(1, least)] for least in LEAST]
+    for asked in ([request()], []):
+        plain = OfEagle("0.5.23", asked, ours=True)
+        min_tokens.replace_mix(lambda prompts, running: seen.append(running))(None, plain)
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize("kind", [OfEagle, OfDspark])
 def test_behind_a_retraction(kind):
     """The answer so far counts, whether it is known as one or a part of what the pass reads."""
@@ -178,6 +221,8 @@ def test_elsewhere_it_stays_sglangs(model, card, kind, opened, monkeypatch):
     monkeypatch.setattr(dspark_penalties, "is_ours", lambda: True)  # without it nothing is forbidden with DSPARK
     found, stock = (ends(kind("0.5.23", several(), ours=ours), "overlap", 14) for ours in (True, False))
     assert found == stock
+    mended, alone = (mixed_pass("0.5.23", kind, ours=True, mended=mended)[2] for mended in (True, False))
+    assert mended == alone == [[3]] * len(LEAST)
 
 
 def test_without_speculation_the_count_is_sglangs():

@@ -51,6 +51,7 @@ def test_every_slot_holds_what_its_readers_take_it_for(found):
     check_what_ours_mends(found, {"priorities", "two chunks"})
     check_hierarchy(found["hierarchy"])
     check_waiting(**found["waiting"])
+    check_grammars(**found["grammars"])
     check_first_requests(found["forms"])
 
 
@@ -89,6 +90,15 @@ def check_waiting(alone, ours):
     (turn, looks), (turn_of_ours, looks_of_ours) = alone["without room"], ours["without room"]
     assert looks > 90 and looks_of_ours < 10 and turn <= turn_of_ours <= turn + 1
     assert ours["random"]["wrong"] is None and ours["random"]["seen"]["answered"] > 20 and ours["shorter"] > 5
+
+
+def check_grammars(alone, ours):
+    """A pass masks each answer by where its grammar stands; of SGLang alone a mixed one does not, where there are
+    drafts."""
+    assert {name: case["wrong"] for name, case in alone["cases"].items() if case["wrong"]} == {}
+    assert all(case["seen"]["masked"] > 50 for case in alone["cases"].values())
+    assert is_seen(alone["mixed"]) and "is masked as behind" in alone["mixed"]
+    assert ours["wrong"] is None and ours["seen"]["masked"] > 50 and ours["seen"]["mixed"] > 20
 
 
 def test_answers_that_have_no_room_beside_a_prompt_sit_out_its_pass(found):

@@ -8,6 +8,10 @@ with what the model finds second best.
 
 Here each row of a block is judged by its own place: by the verified length, which the GPU knows, and the prompt's,
 which a retraction does not change. The count of SGLang's forbids nothing then.
+
+From 0.5.19 on answers with drafts may run beside a prompt's chunk (--enable-mixed-chunk), where their token is drawn
+by that count. There it is the number of tokens that the host knows: it may lack those of a step, and forbid as much
+longer, but not shorter.
 """
 
 from __future__ import annotations
@@ -29,12 +33,28 @@ def replace_cumulate(original: Callable) -> Callable:
     def cumulate_penalty_output_tokens(self):
         original(self)
         if is_ours() and is_verified(self.spec_algorithm):
-            for penalizer in self.sampling_info.penalizer_orchestrator.penalizers.values():
-                if type(penalizer).__name__ == LENGTHS and penalizer.is_prepared():
-                    counted = penalizer.len_output_tokens
-                    penalizer.len_output_tokens = torch.maximum(counted, penalizer.min_new_tokens)
+            for penalizer in counts_of(self):
+                penalizer.len_output_tokens = torch.maximum(penalizer.len_output_tokens, penalizer.min_new_tokens)
 
     return cumulate_penalty_output_tokens
+
+
+def replace_mix(original: Callable) -> Callable:
+    """For ScheduleBatch.mix_with_running(self, running_batch), whose counts become the pass's."""
+
+    @functools.wraps(original)
+    def mix_with_running(self, running_batch):
+        if is_ours() and is_verified(running_batch.spec_algorithm):
+            for penalizer in counts_of(running_batch):
+                counted, known = (
+                    penalizer.len_output_tokens,
+                    [[len(request.output_ids)] for request in running_batch.reqs],
+                )
+                made = torch.tensor(known, dtype=counted.dtype, pin_memory=counted.device.type == "cuda")
+                penalizer.len_output_tokens = made.to(counted.device, non_blocking=True)
+        return original(self, running_batch)
+
+    return mix_with_running
 
 
 def replace_eagle_sample(original: Callable) -> Callable:
@@ -73,6 +93,12 @@ def replace_run_compact(original: Callable) -> Callable:
         return result, hidden
 
     return run_compact
+
+
+def counts_of(batch) -> list:
+    """SGLang's penalizers that count for min_tokens, where a request has it."""
+    found = batch.sampling_info.penalizer_orchestrator.penalizers.values()
+    return [penalizer for penalizer in found if type(penalizer).__name__ == LENGTHS and penalizer.is_prepared()]
 
 
 def is_verified(algorithm) -> bool:

@@ -35,6 +35,7 @@ LOGITS = "sglang.srt.layers.logits_processor:LogitsProcessor"
 PIECES = ("pruned_states", "sample_indices", "input_logprob_indices", "token_to_seq_idx", "lm_head", "logits_metadata")
 _certain_tokens, CHAIN = targets_of_fix("certain_tokens"), "reject_sampling:chain_speculative_sampling_triton"
 CUMULATE = "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens"
+MIX = "sglang.srt.managers.schedule_batch:ScheduleBatch.mix_with_running"
 VERIFIED_BLOCKS = Parameters(("self", "*", "batch"), further="keyword-only")
 EAGLE_SAMPLES = {  # what follows VERIFY, by release
     ">=0.5.14,<0.5.17": (MASK,),
@@ -141,6 +142,7 @@ MIN_TOKENS = Patch(
     "with the model's second choice",
     targets=(
         _min_tokens(CUMULATE, "cumulate", Parameters(("self",)), COUNTING),
+        _min_tokens(MIX, "mix", Parameters(("self", "running_batch")), ">=0.5.19,<0.6"),
         *_eagle_samples(_min_tokens),
         # of an earlier DSPARK nobody counts, and nothing is forbidden: dspark_penalties
         *(

@@ -194,6 +194,23 @@ MIXED_CHUNKS = Patch(
     absent="from 0.5.22 on SGLang asks first; up to 0.5.16 nobody has looked",
 )
 
+MIXED_GRAMMARS = Patch(
+    name="mixed_grammars",
+    why="with --enable-mixed-chunk and drafts an answer under a grammar (a schema, a required call) that runs beside a "
+    "prompt's chunk is masked by where its grammar stood a step ago: the token is refused, and the answer is lost in "
+    "an error 500",
+    targets=(
+        targets_of_fix("mixed_grammars")(
+            f"{SCHEDULER}.is_disable_overlap_for_batch",
+            "waits",
+            Parameters(("self", "batch", "last_batch")),
+            ">=0.5.19,<0.6",
+        ),
+    ),
+    retire="when SGLang brings a grammar up to date before a mixed pass masks by it",
+    absent="up to 0.5.18 nothing is mixed where there are drafts",
+)
+
 SHORT_PROMPTS = Patch(
     name="short_prompts",
     why="a prompt that is read in chunks has each pass for itself, so that a short one behind it waits until all of it "
