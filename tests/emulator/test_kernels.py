@@ -393,15 +393,17 @@ def test_sums_between_cards_when_the_counter_wraps(choices, transport, algorithm
             one.close()
 
 
-def _behind_a_sum(boundary: dict, f, one, **left):
-    return mhc.mhc(**{**boundary, "f": f}, sum_over=one, kernels="fused", **left)
+def _behind_a_sum(boundary: dict, f, one, call=mhc.mhc, **left):
+    return call(**{**boundary, "f": f}, sum_over=one, kernels="fused", **left)
 
 
-@pytest.mark.parametrize("ranks, most_instructions", [(2, 12), (2, 800), (4, 100)])
-def test_mhc_behind_a_sum(ranks, most_instructions):
-    """The kernel that sums on its way: the bits of a sum and a boundary behind it, several calls in a row."""
+@pytest.mark.parametrize(
+    "ranks, transport, most_instructions", [(2, "host", 12), (2, "peer", 800), (4, "peer", 100), (4, "host", 100)]
+)
+def test_mhc_behind_a_sum(ranks, transport, most_instructions):
+    """The kernel that sums on its way: the bits of a sum and a boundary behind it, or the head, several in a row."""
     with emulated(seed=ranks, most_instructions=most_instructions, multiprocessors=188):  # blocks wait for other cards
-        cards = group(ranks, transport="peer", hidden=4096, max_rows=8)
+        cards = group(ranks, transport=transport, hidden=4096, max_rows=8)
         for rows in (1, 3):
             inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device="cpu")
             terms = mhc_spec.make_terms(inputs, ranks, rows)
@@ -409,6 +411,11 @@ def test_mhc_behind_a_sum(ranks, most_instructions):
             call = functools.partial(_behind_a_sum, inputs.boundary())
             found = on_cards(call, terms, cards)
             assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
+            if rows == 1:
+                last = {**inputs.head(), "post": inputs.post, "comb": inputs.comb, "norm_weight": inputs.norm_weight}
+                expected = mhc.mhc_head(**last, f=all_reduce_reference.all_reduce(terms), kernels="split")
+                found = on_cards(functools.partial(_behind_a_sum, last, call=mhc.mhc_head), terms, cards)
+                assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
         if most_instructions == 800:
             # terms without their last addition, the same on all cards
             routed, partial = terms[1], torch.stack([*terms, *terms][: mhc.TERM_SPLITS]).float() * 1.37
@@ -423,5 +430,6 @@ def test_mhc_behind_a_sum(ranks, most_instructions):
                 assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
         for one in cards:
             one.close()
-    assert ran("summing_kernel")
+    for is_head in (0, 1):
+        assert ran(f"summing_kernelILb{is_head}ELi{ranks}ELb{int(transport == 'host')}E")
     assert all(ran(name) == (most_instructions == 800) for name in ("merge_kernel", "add_shared_kernel"))
