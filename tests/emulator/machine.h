@@ -230,7 +230,7 @@ class Machine {
   bool begins_rest(const Block& block, bool behind_fence);
   uint64_t clock() const { return instructions_; }
 
-  uint64_t most_instructions = 150'000'000;  // of one run: a wait for what never comes is ended
+  uint64_t most_instructions = 0;  // of one run: a wait for what never comes is ended
   std::map<std::string, uint64_t> ran;  // launches by kernel
 
  private:

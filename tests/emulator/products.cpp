@@ -18,28 +18,44 @@ struct Fragments {
   double a[kRows][kMostDepth], b[kMostDepth][kColumns];
 };
 
-template <class N, int kBits, class OfB = N>  // a fragment's words hold 32 / kBits numbers of neighbouring depth
+// Of an operand's word the lanes have, side by side, eight rows (of b: columns) of numbers of neighbouring depth.
+template <int kBits>
+auto numbers_of(Warp& w, const Operand& o) {
+  std::array<std::conditional_t<kBits == 16, uint16_t, uint8_t>, kLanes * 32 / kBits> numbers;
+  std::memcpy(numbers.data(), w.lanes<uint32_t>(o), sizeof(numbers));
+  return numbers;
+}
+
+template <class N, int kBits, class OfB = N>
 void read(Warp& w, const Instruction& i, int words_of_a, Fragments& f) {
-  constexpr int kEach = 32 / kBits;
-  for (int l = 0; l < kLanes; ++l) {
-    const int group = l / 4, quarter = l % 4;
-    for (int r = 0; r < words_of_a; ++r) {
-      const uint32_t word = w.lanes<uint32_t>(i.o[4 + r])[l];
-      for (int n = 0; n < kEach; ++n)
-        f.a[group + r % 2 * 8][r / 2 * 4 * kEach + quarter * kEach + n] = N::value(word >> (kBits * n) & ((1u << kBits) - 1));
-    }
-    for (int r = 0; r < words_of_a / 2; ++r) {
-      const uint32_t word = w.lanes<uint32_t>(i.o[4 + words_of_a + r])[l];
-      for (int n = 0; n < kEach; ++n) f.b[r * 4 * kEach + quarter * kEach + n][group] = OfB::value(word >> (kBits * n) & ((1u << kBits) - 1));
-    }
+  constexpr int kRun = 4 * 32 / kBits;
+  for (int r = 0; r < words_of_a; ++r) {
+    const auto numbers = numbers_of<kBits>(w, i.o[4 + r]);
+    for (int row = 0; row < 8; ++row)
+      for (int k = 0; k < kRun; ++k) f.a[row + r % 2 * 8][r / 2 * kRun + k] = N::value(numbers[row * kRun + k]);
+  }
+  for (int r = 0; r < words_of_a / 2; ++r) {
+    const auto numbers = numbers_of<kBits>(w, i.o[4 + words_of_a + r]);
+    for (int k = 0; k < kRun; ++k)
+      for (int column = 0; column < kColumns; ++column) f.b[r * kRun + k][column] = OfB::value(numbers[column * kRun + k]);
   }
 }
 
+using Half = double __attribute__((vector_size(sizeof(double) * kColumns / 2)));  // of a row
+
 void multiply(Warp& w, const Instruction& i, int first_c, int depth, const Fragments& f, const float* a_scale, const float* b_scale) {
-  double sums[kRows][kColumns] = {};
-  for (int row = 0; row < kRows; ++row)
-    for (int k = 0; k < depth; ++k)
-      for (int column = 0; column < kColumns; ++column) sums[row][column] += f.a[row][k] * f.b[k][column];
+  double sums[kRows][kColumns];
+  constexpr int kTogether = 4;  // rows, whose additions do not wait for each other
+  for (int first = 0; first < kRows; first += kTogether) {
+    Half own[kTogether][2] = {};
+    for (int k = 0; k < depth; ++k) {
+      Half b[2];
+      std::memcpy(b, f.b[k], sizeof(b));
+      for (int row = 0; row < kTogether; ++row)
+        for (int half = 0; half < 2; ++half) own[row][half] += b[half] * f.a[first + row][k];
+    }
+    std::memcpy(sums[first], own, sizeof(own));
+  }
   if (a_scale) {
     for (int row = 0; row < kRows; ++row)
       for (int column = 0; column < kColumns; ++column) sums[row][column] *= static_cast<double>(a_scale[row]) * b_scale[column];

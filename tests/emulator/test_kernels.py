@@ -76,6 +76,8 @@ def test_a_product_dealt_to_cards_is_the_whole_to_the_bit(choices, ranks, transp
             whole = bf16_linear.bf16_linear(x, weight)
             for gathered, _ in on_cards(step, dealt, sums, [x] * ranks, weight.chunk(ranks), terms):
                 assert same(gathered, whole), (turn, rows)
+        for one in (*dealt, *sums):
+            one.close()
     assert ran("bf16_linear") and ran("all_reduce")
 
 

@@ -20,7 +20,7 @@ from deepseek_v4_sm120.ops import mxfp4_moe, sparse_decode
 from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
 from tests.emulator.build import HERE, build_artifact
-from tests.emulator.emulated import EmulatorError, called, choose, emulated, library, ptx, reports, run, taken
+from tests.emulator.emulated import EmulatorError, at_most, called, choose, emulated, library, ptx, reports, run, taken
 from tests.sanitizer import cases
 from tests.sanitizer import sanitizer_tools as tools
 
@@ -68,14 +68,12 @@ def watched(control: str, fault: bool, seed: int = 1, unwritten: bool = False) -
         sizes = (ctypes.c_uint32 * 5)(1, 1, 1, THREADS, 4 * THREADS)
         parameters = (ctypes.c_uint64 * 2)(memory.data_ptr(), out.data_ptr())
         called(library().emulator_launch(name.encode(), sizes, parameters, 16))
-        library().emulator_limit(1_000_000)
         try:
-            run()
+            with at_most(1_000_000):
+                run()
         except EmulatorError as error:  # some faults make it wait for ever
             if not (fault and "does not end" in str(error)):
                 raise
-        finally:
-            library().emulator_limit(150_000_000)
         return reports()
 
 
