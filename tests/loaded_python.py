@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 START = str(Path(__file__).with_name("loaded_start.py"))
@@ -206,6 +207,8 @@ if __name__ == "__main__":
             importlib.import_module(name)
         sys.path[:] = base
         set_by_imports = {name: value for name, value in os.environ.items() if variables.get(name) != value}
+        for registered in [*weakref.finalize._registry]:  # torch's operators, one by one
+            registered.atexit = False
         gc.freeze()
         job = _serve(socket.socket(fileno=int(sys.argv[2])))
         status = 0

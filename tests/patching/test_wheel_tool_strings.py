@@ -55,13 +55,13 @@ def texts(version: str) -> tuple[str | None, ...]:
 
 
 @pytest.fixture(scope="module")
-def read(torch_python):
+def read(program_python):
     """read(version): what the program has printed, once for releases with the same texts."""
     found = {}
 
     def of(version: str) -> dict:
         if texts(version) not in found:
-            command = [*torch_python(), "-c", READER, version]
+            command = [*program_python(), "-c", READER, version]
             done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             found[texts(version)] = json.loads(done.stdout)
