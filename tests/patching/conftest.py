@@ -17,7 +17,7 @@ from tests.patching.made_http import MESSAGES, RESPONSES
 from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, LOGPROBS, SAMPLER
 from tests.patching.made_scheduler import CHECKS, STAGES, TREE_CORE
 from tests.patching.small_host import HOST
-from tests.patching.started import Python, loaded, places, resolving, run  # noqa: F401  fixtures
+from tests.patching.started import Python, loaded, places, python_with_ours, resolving, run  # noqa: F401  fixtures
 
 REPO = Path(__file__).resolve().parents[2]
 

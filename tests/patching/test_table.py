@@ -13,8 +13,7 @@ from deepseek_v4_sm120.patching import lifetime
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Target
 from deepseek_v4_sm120.sglang_patches.table import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
-from tests.loaded_python import Loaded
-from tests.patching.conftest import EXPERTS, INDEXER, MHC_HEAD, MODEL, REPO, SM120_FUNCTION, Python
+from tests.patching.conftest import EXPERTS, INDEXER, MHC_HEAD, MODEL, SM120_FUNCTION, Python
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
 SEAMS = {"DSV4_SM120_FORCE": "seams"}
@@ -26,16 +25,9 @@ FAKE_SM120 = """
 """
 
 
-OURS = ("__main__", "patching.engine", "sglang_patches.table", "sglang_patches.device_gate", "commands.models_table")
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory, torch_python):
-    """With our modules, too, none of which is installed or has looked at its environment."""
-    modules = (f"deepseek_v4_sm120.{name}" for name in OURS)
-    loaded = Loaded(tmp_path_factory.mktemp("ours"), *modules, path=(str(REPO),), start=torch_python())
-    yield Python(*loaded.command)
-    loaded.close()
+@pytest.fixture
+def python(python_with_ours):
+    return python_with_ours
 
 
 def test_every_row_is_complete():
