@@ -45,7 +45,11 @@ TOGETHER = (
 # most of the time in which a wheel is parsed goes to looking through them again and again.
 gc.set_threshold(*COLLECTOR)
 
-_shared: list = []  # a Loaded of all processes that run tests
+PROGRAM = (  # what tests' own programs import beside torch
+    *("pytest", "tests.patching.test_wheel_wo_a", "tests.adapters.test_all_reduce"),
+    *("tests.adapters.test_index_select_dealt", "tests.adapters.test_mhc_dealt_streams"),
+)
+_shared: dict = {}  # fixture -> a Loaded of all processes that run tests
 _skipped_on_gpu: list[str] = []
 _deselected_on_gpu: list[str] = []
 
@@ -71,14 +75,31 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Of several processes that run tests all have one Python with torch, begun here in front of them."""
-    collects_only = session.config.option.collectonly or not session.config.getoption("forks", 0)
-    if not collects_only and any("torch_python" in item.fixturenames for item in session.items):
-        from tests.loaded_python import Loaded
-
-        _shared.append(Loaded(session.config._tmp_path_factory.mktemp("torch"), "torch"))
-        _shared[0].command  # noqa: B018 begins it
+    """Of several processes that run tests all have one Python with torch, begun here in front of them, and one more."""
+    if not session.config.option.collectonly and session.config.getoption("forks", 0):
+        asked = {name for item in session.items for name in item.fixturenames}
+        make_folder = session.config._tmp_path_factory.mktemp
+        if "torch_python" in asked:
+            _shared["torch_python"] = with_torch(make_folder("torch"))
+        if "program_python" in asked:
+            _shared["program_python"] = with_programs(make_folder("programs"), _shared["torch_python"].command)
     gc.freeze()
+
+
+def with_torch(folder):
+    from tests.loaded_python import Loaded
+
+    loaded = Loaded(folder, "torch")
+    loaded.command  # noqa: B018 begins it
+    return loaded
+
+
+def with_programs(folder, torch_python):
+    from tests.loaded_python import Loaded
+
+    loaded = Loaded(folder, *PROGRAM, path=(str(REPO),), start=torch_python)
+    loaded.command  # noqa: B018
+    return loaded
 
 
 def pytest_runtest_setup(item):
@@ -99,7 +120,7 @@ def pytest_deselected(items):
 
 def pytest_sessionfinish(session, exitstatus):
     while _shared:
-        _shared.pop().close()
+        _shared.popitem()[1].close()  # the last one first
     gc.freeze()  # pytest, and Python at its end, would look through all that is left of it
     if _skipped_on_gpu and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -126,12 +147,22 @@ def seed():
 @pytest.fixture(scope="session")
 def torch_python(tmp_path_factory):
     """What starts a Python that has imported torch already: words in front of a script or -c and code."""
-    from tests.loaded_python import Loaded
-
-    if _shared:
-        yield lambda: _shared[0].command
+    if "torch_python" in _shared:
+        yield lambda: _shared["torch_python"].command
         return
-    loaded = Loaded(tmp_path_factory.mktemp("torch"), "torch")
+    loaded = with_torch(tmp_path_factory.mktemp("torch"))
+    yield lambda: loaded.command
+    loaded.close()
+
+
+@pytest.fixture(scope="session")
+def program_python(tmp_path_factory, torch_python):
+    """As torch_python, with PROGRAM: for what imports tests, not for what asks how we start, or changes a module that
+    others have names of."""
+    if "program_python" in _shared:
+        yield lambda: _shared["program_python"].command
+        return
+    loaded = with_programs(tmp_path_factory.mktemp("programs"), torch_python())
     yield lambda: loaded.command
     loaded.close()
 

@@ -4,7 +4,8 @@
 
 What is started is a real process, a thin one (loaded_start.py), with its own input, output, environment and end. It
 hands these to the process that has imported (_serve), which forks: the fork has them as a Python started anew would,
-PYTHONPATH and its sitecustomize included, and runs the code. Who kills the one kills the other.
+PYTHONPATH and its sitecustomize included, and runs the code. Who kills the one kills the other. What it starts in turn
+as sys.executable is one as well where its environment says CHILDREN=Loaded.python; their parent is another process.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import marshal
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 START = str(Path(__file__).with_name("loaded_start.py"))
+CHILDREN = "LOADED_PYTHON_OF_CHILDREN"
 set_by_imports: dict[str, str] = {}  # variables
+compiled: dict[tuple, types.CodeType] = {}  # scripts that ran, by their path, time and size
 COLLECTOR = (200_000, 20, 20)  # thresholds, here and of what tests: what is imported and parsed lives long
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # one: a fork has none of the others
 
@@ -63,6 +68,14 @@ class Loaded:
             )
             listener.close()
         return [sys.executable, "-I", "-S", START, self._address]
+
+    @property
+    def python(self) -> str:
+        """A program that takes what stands behind `command`."""
+        program = Path(self._address).with_name("python")
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(self.command)} "$@"\n')
+        program.chmod(0o755)
+        return str(program)
 
     def close(self) -> None:
         if self._process is not None:
@@ -104,6 +117,7 @@ def _serve(listener: socket.socket) -> tuple[list[str], list[str]]:
             connection.close()
             continue
         told, files = asked
+        _script(Path(told[2], told[0][0]))
         if (child := os.fork()) == 0:
             for one in (listener, connection, *{connection for _, _, connection in running.values()}):
                 one.close()
@@ -149,19 +163,38 @@ def _become(words, files, places, folder, environ) -> tuple[list[str], list[str]
     return words, [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
 
 
+def _script(path: Path) -> types.CodeType | None:
+    """Compiled, once for all forks behind the first that runs it; None where there is none."""
+    if not path.is_file():
+        return None
+    state = path.stat()
+    key = (str(path), state.st_mtime_ns, state.st_size)
+    if key not in compiled:
+        with contextlib.suppress(SyntaxError):  # who runs it says so
+            compiled[key] = compile(path.read_bytes(), path, "exec")
+    return compiled.get(key)
+
+
 def _as_main(words: list[str], path: list[str]) -> None:
-    is_code = words[0] == "-c"
-    sys.argv = ["-c", *words[2:]] if is_code else words
+    is_file = words[0] not in ("-c", "-m")
+    sys.argv = words if is_file else [words[0], *words[2:]]
+    sys.executable = os.environ.get(CHILDREN, sys.executable)
     sys.path[:0] = [part for part in path if part not in sys.path]
     importlib.invalidate_caches()
     with contextlib.suppress(ModuleNotFoundError):
         import sitecustomize  # noqa: F401
-    sys.path.insert(0, "" if is_code else str(Path(words[0]).resolve().parent))
-    if not is_code:
+    sys.path.insert(0, str(Path(words[0]).resolve().parent) if is_file else "")
+    if words[0] == "-m":
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    code = _script(Path(words[0])) if is_file else compile(words[1], "<string>", "exec")
+    if code is None:
         runpy.run_path(words[0], run_name="__main__")
         return
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(compile(words[1], "<string>", "exec"), main.__dict__)
+    if is_file:
+        main.__file__ = words[0]
+    exec(code, main.__dict__)
 
 
 if __name__ == "__main__":
@@ -174,6 +207,8 @@ if __name__ == "__main__":
             importlib.import_module(name)
         sys.path[:] = base
         set_by_imports = {name: value for name, value in os.environ.items() if variables.get(name) != value}
+        for registered in [*weakref.finalize._registry]:  # torch's operators, one by one
+            registered.atexit = False
         gc.freeze()
         job = _serve(socket.socket(fileno=int(sys.argv[2])))
         status = 0

@@ -494,9 +494,9 @@ def as_a_rank(rank, ranks, gather, python, library, case):
 
 
 @pytest.fixture
-def ranks_of(torch_python, library):
+def ranks_of(program_python, library):
     def run(ranks=2, fault=None, **case):
-        python = torch_python()
+        python = program_python()
         return emulated.in_gloo(python, ranks, as_a_rank, python, library, {"fault": fault or {}, **case})
 
     return run

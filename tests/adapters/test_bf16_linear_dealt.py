@@ -353,8 +353,8 @@ def as_a_rank(rank, ranks, gather, library, transport):
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "peer"), (2, "host"), (4, "peer")])
-def test_processes_have_the_whole_product_to_the_bit(ranks, transport, torch_python, library):
-    answers = emulated.in_gloo(torch_python(), ranks, as_a_rank, library, transport)
+def test_processes_have_the_whole_product_to_the_bit(ranks, transport, program_python, library):
+    answers = emulated.in_gloo(program_python(), ranks, as_a_rank, library, transport)
     for found, faults in answers:
         assert faults == [None, None]
         for turn, (rows, outputs) in enumerate(TURNS):

@@ -379,8 +379,8 @@ def as_a_rank(rank, ranks, gather):
     return prompt(coordinator, inputs), expected(inputs)[0]
 
 
-def test_processes_of_a_gloo_group_have_the_lists_of_the_whole_call(torch_python):
-    for out, whole in in_gloo(torch_python(), 2, as_a_rank):
+def test_processes_of_a_gloo_group_have_the_lists_of_the_whole_call(program_python):
+    for out, whole in in_gloo(program_python(), 2, as_a_rank):
         assert torch.equal(out, whole)
 
 
@@ -448,9 +448,9 @@ def chunks_as_a_rank(rank, ranks, gather, seeds):
 
 @pytest.mark.parametrize("on_the_cpu", ["both"], indirect=True)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_chunks_of_all_kinds_have_the_lists_of_the_whole_call_and_all_ranks_deal_or_none(ranks, torch_python):
+def test_chunks_of_all_kinds_have_the_lists_of_the_whole_call_and_all_ranks_deal_or_none(ranks, program_python):
     seeds = range(24)
-    found = in_gloo(torch_python(), ranks, chunks_as_a_rank, seeds)
+    found = in_gloo(program_python(), ranks, chunks_as_a_rank, seeds)
     assert all(one == found[0] for one in found)
     dealt, right = zip(*found[0], strict=True)
     assert all(right) and 8 < sum(dealt) < len(seeds)

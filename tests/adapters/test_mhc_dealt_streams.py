@@ -444,7 +444,7 @@ def as_a_rank(rank, ranks, gather, passes):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_of_a_gloo_group_have_the_bits_of_the_whole(ranks, torch_python):
+def test_processes_of_a_gloo_group_have_the_bits_of_the_whole(ranks, program_python):
     passes = [(ROWS * ranks, False), (ROWS * ranks + 3, True), (ROWS * ranks - 1, False), (ROWS * ranks + 1, False)]
-    found = in_gloo(torch_python(), ranks, as_a_rank, passes)
+    found = in_gloo(program_python(), ranks, as_a_rank, passes)
     assert found == [(3, [True] * len(passes))] * ranks

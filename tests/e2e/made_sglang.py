@@ -78,6 +78,7 @@ class Tokens(list):
 class Engine:
     traced, profiles, clock = None, 0, 0.0
     def __init__(self, name, patch, **more):
+        sys.modules["__main__"].SETTLE_S = 0.0  # nothing of it does
         self.name, self.set = name, more["set"]
         if name == os.environ.get("FAKE_CRASH"):
             raise SystemExit("the fake engine does not start")
@@ -186,16 +187,18 @@ class Engine:
         pass
 """
 
-# for stages over HTTP: what SGLang's front imports is looked for, and torch is asked for the device alone
+# torch is asked for the device alone
 NO_TORCH = """
 __version__ = "none"
 class cuda:
     is_available = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 0)
 """
 
 
 def site(launch_server):
-    """{path: text} of a folder on PYTHONPATH in which `sglang.launch_server` is this source."""
+    """{path: text} of a folder on PYTHONPATH in which `sglang.launch_server` is this source; that what SGLang's front
+    imports is there is looked for."""
     from tests.e2e.faults_stage import FOR_HTTP
 
     found = {f"site/{name}.py": "" for name in FOR_HTTP} | {"site/torch/__init__.py": NO_TORCH}

@@ -1,4 +1,4 @@
-"""Memory of the cards by what is there: a made nvidia-smi, a made NVML, no torch that sees a card."""
+"""Memory of the cards by what is there: a made nvidia-smi, a made NVML, a made torch."""
 
 import subprocess
 import sys
@@ -24,22 +24,29 @@ int nvmlDeviceGetMemoryInfo(void* handle, struct memory* found) {
   return atoi(getenv("STATUS"));
 }
 """
+TORCH = """
+import os
+class cuda:
+    device_count = staticmethod(lambda: int(os.environ["OF_TORCH"]))
+    mem_get_info = staticmethod(lambda card: ((90 - card) << 30, 96 << 30))
+"""
 
 
 @pytest.fixture
 def said(tmp_path):
-    """said(nvidia_smi, cards, status) -> what is printed: way, twice the MiB in use"""
+    """said(nvidia_smi, cards, status, of_torch) -> what is printed: way, twice the MiB in use"""
     (tmp_path / "nvml.c").write_text(LIBRARY)
     (tmp_path / "bin").mkdir()
+    (tmp_path / "torch.py").write_text(TORCH)
     library = str(tmp_path / "libnvidia-ml.so.1")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "nvml.c")], check=True)
 
-    def ask(nvidia_smi=None, cards="2", status="0"):
+    def ask(nvidia_smi=None, cards="2", status="0", of_torch="0"):
         if nvidia_smi is not None:
             (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
             (tmp_path / "bin/nvidia-smi").chmod(0o755)
         environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "LD_LIBRARY_PATH": str(tmp_path)}
-        environment |= {"CARDS": cards, "STATUS": status, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"CARDS": cards, "STATUS": status, "OF_TORCH": of_torch, "PYTHONPATH": f"{REPO}:{tmp_path}"}
         done = subprocess.run([sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
@@ -57,3 +64,4 @@ def test_the_first_that_answers_says_it(said):
 def test_where_nothing_says_it_there_is_no_number(said):
     for cards, status in (("0", "0"), ("2", "3")):
         assert said(cards=cards, status=status) == ["None", "None", "None"]
+    assert said(cards="0", of_torch="2") == ["torch", str((6 + 7) << 10), str((6 + 7) << 10)]

@@ -125,10 +125,11 @@ echo 500
 
 
 @pytest.fixture
-def stage(tmp_path, torch_python):
+def stage(tmp_path, stage_python):
     """stage(*options, faults="") -> (CompletedProcess, {(case, metric): row}, the stage file)."""
     files = {"tools/run_engine.py": HARNESS, "site/sglang/__init__.py": "", "build/sitecustomize.py": ""}
     files |= {"site/sglang/launch_server.py": LAUNCH_SERVER, "bin/nvidia-smi": NVIDIA_SMI}
+    files["site/torch/__init__.py"] = made_sglang.NO_TORCH
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -137,15 +138,9 @@ def stage(tmp_path, torch_python):
     out = tmp_path / "out"
 
     def run(*options: str, faults: str = ""):
-        line = [*torch_python(), str(HERE / "faults_stage.py"), "--harness", str(tmp_path / "tools"), "--out", str(out)]
-        line += [
-            "--patch",
-            str(tmp_path / "build"),
-            "--models",
-            str(tmp_path),
-            "--shared-memory",
-            str(tmp_path / "shm"),
-        ]
+        line = [*stage_python()[0], str(HERE / "faults_stage.py"), "--harness", str(tmp_path / "tools")]
+        line += ["--out", str(out), "--patch", str(tmp_path / "build"), "--models", str(tmp_path)]
+        line += ["--shared-memory", str(tmp_path / "shm")]
         line += ["--port", str(free_ports(1)[0] // 4), "--served", "http", "--stall-s", "0.5", "--busy-s", "0.2"]
         line += ["--given-up-s", "3", "--stop-s", "3", "--give-back-s", "1", "--work", str(tmp_path / "work"), *options]
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "E2E_"))}

@@ -5,9 +5,7 @@ import copy
 import json
 import os
 import re
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +15,8 @@ from bench import measured
 from tests.e2e import features_stage as stage
 from tests.e2e import test_scripts
 from tests.e2e.features_engine import LENGTHS, Rounds, Weights
+from tests.e2e.made_sglang import NO_TORCH
 from tests.e2e.test_scripts import machine, script  # noqa: F401
-
-HERE = Path(__file__).resolve().parent
 
 # ---- verdicts
 
@@ -316,7 +313,7 @@ HARNESS = test_scripts.HARNESS.replace(
 )
 
 SGLANG = """
-import asyncio, os, time, types
+import asyncio, os, sys, time, types
 __version__ = "0.0.0.fake"
 class Manager:
     def __init__(self):
@@ -331,6 +328,7 @@ class Manager:
         self.aborted = abort_all
 class Engine:
     def __init__(self, name, patch, radix, **more):
+        sys.modules["__main__"].SETTLE_S = 0.0
         self.name, self.given, self.radix = name, more, radix
         self.turned = more.get("load_format") == "sharded_state"
         if more.get("enable_lora"):
@@ -430,7 +428,6 @@ def put(tmp_path):
         (tmp_path / name).write_text(text)
     maker = "import sys; open(sys.argv[1] + '/model.safetensors.index.json', 'x')"
     (tmp_path / "harness/make_weights.py").write_text(maker)
-    shutil.copy(HERE / "features_engine.py", tmp_path / "repo/tests/e2e/features_engine.py")
 
 
 def test_the_stage(machine, tmp_path):  # noqa: F811
@@ -508,8 +505,7 @@ def test_prefill_in_a_process_of_its_own(machine, tmp_path, prefill, state, why)
     put(tmp_path)
     (tmp_path / "site/nixl.py").write_text("")
     (tmp_path / "rooms").mkdir()
-    cards = tmp_path / "repo/tests/e2e/features_stage.py"
-    cards.write_text(cards.read_text().replace("max(1, torch.cuda.device_count())", "2"))
+    (tmp_path / "site/torch/__init__.py").write_text(NO_TORCH.replace("lambda: 0", "lambda: 2"))  # cards
     names = ["--only", *(stage.PREFIX + name for name in ("base", "text", "disaggregated", "disaggregated_eagle"))]
     more = {"MODELS": str(tmp_path / "models"), "ROOMS": str(tmp_path / "rooms"), "PREFILL": prefill}
     ended = machine("features", "--jobs", "4", *names, **more)

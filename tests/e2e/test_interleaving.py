@@ -80,7 +80,7 @@ def script():
 
 
 @pytest.fixture
-def run(tmp_path, torch_python):
+def run(tmp_path, stage_python):
     for name, text in {"harness/run_engine.py": HARNESS, "site/sglang/__init__.py": SGLANG}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True)
@@ -91,9 +91,10 @@ def run(tmp_path, torch_python):
     (tmp_path / "patch/deepseek_v4_sm120/__init__.py").write_text('OPS = ("sparse_decode", "mhc")\n')
 
     def call(*more, **environment):
-        line = [*torch_python(), str(HERE / "interleaving.py"), "--harness", str(tmp_path / "harness"), *more]
+        python, children = stage_python()
+        line = [*python, str(HERE / "interleaving.py"), "--harness", str(tmp_path / "harness"), *more]
         line += ["--patch", str(tmp_path / "patch"), "--out", str(tmp_path / "out")]
-        path = os.environ | {"PYTHONPATH": str(tmp_path / "site")} | environment
+        path = os.environ | {"PYTHONPATH": str(tmp_path / "site")} | children | environment
         return subprocess.run(line, env=path, capture_output=True, text=True, timeout=120)
 
     call.out = tmp_path / "out"

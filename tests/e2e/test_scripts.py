@@ -25,37 +25,27 @@ from tests.e2e import (
     soak_stage,
     start_stage,
 )
-from tests.e2e.made_sglang import HARNESS, SGLANG
+from tests.e2e.made_sglang import HARNESS, NO_TORCH, SGLANG
 from tests.patching import wheels
 
 HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture
-def machine(tmp_path, torch_python):  # which every run asks for its device
+def machine(tmp_path, stage_python):
     files = {"harness/run_engine.py": HARNESS, "site/sglang/__init__.py": SGLANG, "patch/sitecustomize.py": ""}
+    files["site/torch/__init__.py"] = NO_TORCH
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    engine_case = (HERE / "engine_case.py").read_text().replace("SETTLE_S = 3.0", "SETTLE_S = 0.0")
-    scripts = tmp_path / "repo/tests/e2e"
-    scripts.mkdir(parents=True)
-    (scripts / "engine_case.py").write_text(engine_case)
-    for script_path in HERE.glob("*.py"):
-        if not script_path.name.startswith(("engine_case.", "test_")):
-            (scripts / script_path.name).write_text(script_path.read_text())
-    for plugin in ("drafts", "drawn", "presharded", "shared_cards", "sm120"):
-        (scripts / f"{plugin}_plugin").symlink_to(HERE / f"{plugin}_plugin")
-    package = tmp_path / "repo/deepseek_v4_sm120"
-    package.mkdir()
-    (package / "__init__.py").write_text((HERE.parents[1] / "deepseek_v4_sm120/__init__.py").read_text())
 
-    def run(stage, *more, **environment):
-        line = [*torch_python(), str(scripts / "run_stage.py"), stage, "--harness", str(tmp_path / "harness"), *more]
+    def run(stage, *more, forked=True, **environment):
+        python, children = stage_python() if forked else ([sys.executable], {})
+        line = [*python, str(HERE / "run_stage.py"), stage, "--harness", str(tmp_path / "harness"), *more]
         line += ["--patch", str(tmp_path / "patch"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
         path = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONDONTWRITEBYTECODE": "1"}
-        path |= {"MODELS": str(tmp_path / "models")} | environment
+        path |= {"MODELS": str(tmp_path / "models")} | children | environment
         return subprocess.run(line, env=path, capture_output=True, text=True, timeout=300)
 
     run.out = tmp_path / "out"
@@ -540,8 +530,15 @@ def test_a_second_process_must_have_the_same_bits(run, against, issue, greatest,
     assert len(judged) == 3 and all(r["issue"] == issue for r in judged) and all(r["met"] for r in judged) is met
 
 
+@pytest.mark.parametrize("name", ["faults_stage", "shortage_stage", "interleaving", "collect"])
+def test_a_script_has_all_that_it_needs(name, tmp_path):
+    """By itself, as a user starts it: the others here are forks of a Python that has imported what they do."""
+    line = [sys.executable, str(HERE / f"{name}.py"), "--help"]
+    assert subprocess.run(line, capture_output=True, text=True, cwd=tmp_path).stdout.startswith("usage")
+
+
 def test_a_crash_is_a_failed_bar(machine):
-    ended = machine("ops", "--only", "stock", "ops_shadow", FAKE_CRASH="ops_shadow")
+    ended = machine("ops", "--only", "stock", "ops_shadow", forked=False, FAKE_CRASH="ops_shadow")  # as a user does
     assert ended.returncode == 1 and "does not start" in ended.stdout
     unmet = [(r["case"], r["metric"]) for r in rows_of(machine.out / "stage_ops.json") if r["met"] is False]
     assert unmet == [

@@ -77,7 +77,7 @@ taken.unlink()
 
 
 @pytest.fixture
-def stage(tmp_path, torch_python):
+def stage(tmp_path, stage_python):
     """stage(faults) -> (CompletedProcess, {(case, metric): row}, the stage file)."""
     files = {"tools/run_engine.py": HARNESS, "build/sitecustomize.py": ""}
     files |= made_sglang.site(LAUNCH_SERVER) | {"eater.py": EATER}
@@ -86,7 +86,7 @@ def stage(tmp_path, torch_python):
         (tmp_path / name).write_text(text)
 
     def run(faults: str = "", *more: str):
-        line = [*torch_python(), str(HERE / "shortage_stage.py"), "--harness", str(tmp_path / "tools")]
+        line = [*stage_python()[0], str(HERE / "shortage_stage.py"), "--harness", str(tmp_path / "tools")]
         line += ["--patch", str(tmp_path / "build"), "--models", str(tmp_path / "m"), "--work", str(tmp_path / "work")]
         line += ["--out", str(tmp_path / "out"), "--port", str(free_ports(1)[0] // 4), "--rest-s", "0.2"]
         line += ["--ask-s", "2", "--given-up-s", "1", *more, "--eater", sys.executable, str(tmp_path / "eater.py")]

@@ -11,12 +11,13 @@ import pytest
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import import_hook, report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+from tests.loaded_python import Loaded
 from tests.patching import wheels
 from tests.patching.made_http import MESSAGES, RESPONSES
 from tests.patching.made_sampling import DRAFT_EXTEND_GRAPHS, DRAFT_GRAPHS, EAGLE, LOGPROBS, SAMPLER
 from tests.patching.made_scheduler import CHECKS, STAGES, TREE_CORE
 from tests.patching.small_host import HOST
-from tests.patching.started import Python, loaded, places, resolving, run  # noqa: F401  fixtures
+from tests.patching.started import Python, loaded, places, python_with_ours, resolving, run  # noqa: F401  fixtures
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -503,6 +504,17 @@ def python():
 def python_with_torch(torch_python):
     """For code that imports torch anyway; it takes no flags."""
     return Python(*torch_python())
+
+
+@pytest.fixture(scope="session")
+def python_interpreting(tmp_path_factory, program_python):
+    """For code that asks Triton's interpreter, which is chosen when Triton is imported."""
+    path, environ = (str(REPO),), {"TRITON_INTERPRET": "1"}
+    modules = ("triton.language", "triton.runtime.interpreter", "tests.patching.draft_passes")
+    folder = tmp_path_factory.mktemp("interpreting")
+    interpreting = Loaded(folder, *modules, path=path, environ=environ, start=program_python())
+    yield Python(*interpreting.command)
+    interpreting.close()
 
 
 @pytest.fixture(scope="session")

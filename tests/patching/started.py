@@ -1,8 +1,8 @@
 """Pythons in which SGLang's real wheels are imported on two faked SM120 cards, with our folder on PYTHONPATH.
 
-Fixtures of all files here: `places`, `loaded`, `run`. Code that begins with RESOLVES runs in a fork of a process that
-has run that much of it already, of the same release and with the same environment: what it sees is what a process of
-its own would see there, and arguments are not resolved before.
+Fixtures of all files here: `places`, `loaded`, `run`, `python_with_ours`. Code that begins with RESOLVES runs in a fork
+of a process that has run that much of it already, of the same release and with the same environment: what it sees is
+what a process of its own would see there, and arguments are not resolved before.
 """
 
 import json
@@ -38,6 +38,7 @@ RESOLVES = """
     sys.path += [WHEEL, PACKAGES]
     from sglang.srt.server_args import ServerArgs
 """
+OURS = ("__main__", "patching.engine", "sglang_patches.table", "sglang_patches.device_gate", "commands.models_table")
 KEPT = 6  # processes that have run it: a tenth of a GB each
 
 
@@ -78,6 +79,15 @@ def loaded(tmp_path_factory, places, torch_python):
     path = (places["MACHINE"], places["PACKAGES"])
     folder = tmp_path_factory.mktemp("loaded")
     loaded = Loaded(folder, *LOADED, path=path, environ=offline, start=torch_python())
+    yield Python(*loaded.command)
+    loaded.close()
+
+
+@pytest.fixture(scope="session")
+def python_with_ours(tmp_path_factory, torch_python):
+    """With torch, and with our modules, none of which is installed or has looked at its environment."""
+    modules = (f"deepseek_v4_sm120.{name}" for name in OURS)
+    loaded = Loaded(tmp_path_factory.mktemp("ours"), *modules, path=(str(REPO),), start=torch_python())
     yield Python(*loaded.command)
     loaded.close()
 

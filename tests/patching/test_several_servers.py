@@ -16,8 +16,10 @@ SERVERS = (
     from deepseek_v4_sm120.patching import report
     from deepseek_v4_sm120.sglang_patches import models_served
     engine, found = patching.active_engine(), []
-    for folder, more in MORE:
-        arguments = ServerArgs(model_path=folder or MODEL, tp_size=2, skip_tokenizer_init=True, **more)
+    for folder, more, *variables in MORE:
+        os.environ.update(*variables)
+        given = {"model_path": folder or MODEL, "tp_size": 2, "skip_tokenizer_init": True}
+        arguments = ServerArgs(**given | more)
         if hasattr(arguments, "resolve_once"):
             arguments.resolve_once()
         found.append({
@@ -72,8 +74,7 @@ def test_nor_is_one_that_a_process_of_ours_starts(run, llama, version):
     more = SET if since(version, "0.5.14") else {}
     ours, _ = behind_ours(run, llama, version, **more)
     [other] = run(SERVERS, more=repr([(llama, {})]), version=version, **ours["environment"], **more)
-    without, _ = behind_ours(run, llama, version, DSV4_SM120="off")
-    [without] = run(SERVERS, more=repr([(llama, {})]), version=version, DSV4_SM120="off", **without["environment"])
+    _, without = behind_ours(run, llama, version, DSV4_SM120="off")
     assert other["told"] is None and environment(other) == environment(without)
 
 
@@ -94,13 +95,13 @@ def test_a_server_of_ours_is_told_the_same_behind_any_other(run, llama, version)
 
 
 @some_releases
-@pytest.mark.parametrize("word", ["1", "0"])
-def test_a_front_that_is_not_pythons_is_noted(run, llama, version, word):
-    """SGLang's Rust server, which 0.5.12 does not have: of our model, and no other."""
-    ours, other = behind_ours(run, llama, version, SGLANG_RUST_SERVER=word)
-    notes = [note for note in ours["notes"] if note.startswith("SGLANG_RUST_SERVER")]
-    assert len(notes) == (word == "1" and since(version, "0.5.17"))
-    assert not [note for note in other["notes"] if note.startswith("SGLANG_RUST_SERVER")]
+def test_a_front_that_is_not_pythons_is_noted(run, llama, version):
+    """SGLang's Rust server, which 0.5.12 does not have: of our model, and no other, where it is asked for."""
+    asked = [(folder, {}, {"SGLANG_RUST_SERVER": word}) for word in ("1", "0", "1") for folder in (None, llama)]
+    found = run(SERVERS, more=repr(asked), version=version)
+    noted = [sum(note.startswith("SGLANG_RUST_SERVER") for note in one["notes"]) for one in found]
+    there = int(since(version, "0.5.17"))
+    assert noted == [there, 0, 0, 0, there, 0]
 
 
 def test_what_was_noted_of_a_server_before_is_not_this_ones(monkeypatch):

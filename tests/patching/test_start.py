@@ -17,6 +17,7 @@ import deepseek_v4_sm120
 from tests.e2e import stages
 from tests.patching.started import CONFIG, RESOLVES
 from tests.patching.stored_folder import stored_folder
+from tests.patching.test_several_servers import SERVERS
 from tests.patching.wheels import content, every_release, fetch, since, unpacked
 
 NVFP4 = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
@@ -51,18 +52,6 @@ SPECULATION = (
             resolved = resolved_view(arguments)
         found.append({name: getattr(resolved, "speculative_" + name) for name in names})
     print(json.dumps(found))
-"""
-)
-PARALLEL = (
-    RESOLVES
-    + """    resolved = arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **MORE)
-    if hasattr(arguments, "resolve_once"):
-        from sglang.srt.arg_groups.overrides import resolved_view
-        arguments.resolve_once()
-        resolved = resolved_view(arguments)
-    elif hasattr(arguments, "_resolved"):
-        resolved = arguments._resolved()
-    print(json.dumps([resolved.attn_cp_size, resolved.enable_dp_attention]))
 """
 )
 WORKER = """
@@ -119,41 +108,44 @@ def test_what_the_user_set_stays(run):
 def test_experts_that_sglang_finds_to_be_fp8_are_not_given_to_marlin(run, tmp_path):
     """Marlin's backend has no runner for them: the first forward ends with an AttributeError. Nobody has to say it."""
     config = {name: value for name, value in CONFIG.items() if name != "expert_dtype"}
-    model = stored_folder(tmp_path, "F8_E4M3", "scale", config=config)
+    for name in ("fp8", "fp4"):
+        (tmp_path / name).mkdir()
+    model = stored_folder(tmp_path / "fp8", "F8_E4M3", "scale", config=config)
     found = run(RESOLVE.replace("MODEL", repr(str(model))))
     assert found["arguments"]["moe_runner_backend"] == "auto"
     assert found["states"]["fp4_experts_marlin"] == ["NOT APPLICABLE", "SGLANG_DSV4_FP4_EXPERTS=0"]
     assert "SGLANG_DSV4_FP4_EXPERTS" not in found["environment"]
-    set_on = {"DSV4_SM120_SET": "reproducible=on", "version": "0.5.23"}
-    code = RESOLVE.replace("MODEL", repr(str(model))).replace('"states": ', '"notes": NOTES, "states": ')
-    notes = "[say() for say, _ in sys.modules['deepseek_v4_sm120.patching.report']._notes.values()]"
-    code = code.replace("NOTES", notes)
-    not_reproducible, of_the_model = run(code, **set_on)["notes"]
+    of_fp4 = stored_folder(tmp_path / "fp4", "I8", "scale", config=config)
+    assert run(RESOLVE.replace("MODEL", repr(str(of_fp4))))["arguments"]["moe_runner_backend"] == "marlin"
+    servers = [(str(folder), {}) for folder in (model, of_fp4)]
+    of_fp8, none = run(SERVERS, more=repr(servers), version="0.5.23", DSV4_SM120_SET="reproducible=on")
+    not_reproducible, of_the_model = of_fp8["notes"]
     assert "NOT REPRODUCIBLE" in not_reproducible and of_the_model == THEIRS.format(
         "mxfp4_moe (expert_format fp8", "fp4"
     )
-    stored_folder(tmp_path, "I8", "scale", config=config)
-    assert run(code, **set_on)["notes"] == []
-    assert run(RESOLVE.replace("MODEL", repr(str(model))))["arguments"]["moe_runner_backend"] == "marlin"
+    assert none["notes"] == []
 
 
 THEIRS = "model: SGLang's own code runs in place of {}, made for {})"
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"], scope="module")
-@pytest.mark.parametrize(
-    ("changes", "theirs"),
-    [
-        ({"quantization_config": CONFIG["quantization_config"] | NVFP4}, [("mxfp4_moe (expert_format nvfp4", "fp4")]),
-        ({"n_routed_experts": 154}, [("bf16_linear (experts 154", "a multiple of 4")]),
-        ({"n_routed_experts": 192, "num_experts_per_tok": 4}, []),
-    ],
+CONVERSIONS = (  # what a configuration has, and whose its parts are then
+    ({"quantization_config": CONFIG["quantization_config"] | NVFP4}, [("mxfp4_moe (expert_format nvfp4", "fp4")]),
+    ({"n_routed_experts": 154}, [("bf16_linear (experts 154", "a multiple of 4")]),
+    ({"n_routed_experts": 192, "num_experts_per_tok": 4}, []),
 )
-def test_what_a_conversion_leaves_to_sglang_is_in_its_reports(run, tmp_path, version, changes, theirs):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
-    code = RESOLVE.replace("MODEL", repr(str(tmp_path)))
-    code = code.replace('"states":', '"notes": [say() for say, _ in patching.report._notes.values()], "states":')
-    assert run(code, version=version)["notes"] == [THEIRS.format(*one) for one in theirs]
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"], scope="module")
+def test_what_a_conversion_leaves_to_sglang_is_in_its_reports(run, tmp_path, version):
+    """Of servers one behind the other: each has its own alone (test_several_servers.py)."""
+    servers = []
+    for number, (changes, _) in enumerate(CONVERSIONS):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / f"{number}/config.json").write_text(json.dumps(CONFIG | changes))
+        servers.append((str(tmp_path / str(number)), {}))
+    found = run(SERVERS, more=repr(servers), version=version)
+    assert [one["notes"] for one in found] == [[THEIRS.format(*one) for one in theirs] for _, theirs in CONVERSIONS]
 
 
 def test_without_us_it_stays_at_what_cannot_start(run):
@@ -200,7 +192,8 @@ EVERYTHING = """
             from sglang.srt.arg_groups.overrides import resolved_view
             arguments.resolve_once()
             resolved = resolved_view(arguments)
-        found.append([resolved.attention_backend, resolved.speculative_num_draft_tokens])
+        ranks = getattr(resolved, "attn_cp_size", None), resolved.enable_dp_attention
+        found.append([resolved.attention_backend, resolved.speculative_num_draft_tokens, *ranks])
         of_experts = arguments if not more else of_experts
     engine = patching.active_engine()
     modules = {r.target.module for r in engine.records if r.state == "READY"}
@@ -270,6 +263,13 @@ EVERYTHING = """
 """
 
 
+# Context parallelism of prompts is no data-parallel attention: SGLang's hook of this model asks for that up to 0.5.21,
+# and what follows takes it back where it has one rank. So tokens, and EAGLE's decisions, go round all cards
+# (fixes/min_p_tokens.py).
+OVER_CARDS = {"0.5.17": {"enable_dsa_prefill_context_parallel": True}}
+OVER_CARDS |= dict.fromkeys(("0.5.18", "0.5.21"), {"enable_prefill_cp": True, "cp_strategy": "interleave"})
+
+
 @every_release("0.5.13")
 def test_all_that_we_replace_is_replaced_in_the_real_modules_and_nothing_keeps_the_original(run, version):
     """Every default that changes what is replaced is asked for, and what servers are started with resolves. A layer of
@@ -289,6 +289,10 @@ def test_all_that_we_replace_is_replaced_in_the_real_modules_and_nothing_keeps_t
     if since(version, "0.5.16"):
         config = json.dumps({**stages.DSPARK_CONFIG, "num_hidden_layers": 6})
         asked.append(({"speculative_algorithm": "DSPARK", "json_model_override_args": config}, 4))
+    if prompts := OVER_CARDS.get(version):
+        hook = content(fetch(version), "sglang/srt/arg_groups/deepseek_v4_hook.py")
+        assert "enable_dp_attention = True" in hook or "enable_dp_attention=True" in hook
+        asked.append((prompts, None))
     everything = ("reproducible", "draft_head", "router_topk", "dealt_streams", "dealt_products", "prefill_graphs")
     everything += ("prefill_decode_interval_0_5_17", "prompts_in_halves")
     choices = ",".join(f"{name}=on" for name in everything)
@@ -297,7 +301,8 @@ def test_all_that_we_replace_is_replaced_in_the_real_modules_and_nothing_keeps_t
     asks = {"DSV4_SM120_SET": choices, "DSV4_SM120_LAYERS": "/absent"}
     found = run(code, more=repr([more for more, _ in asked]), version=version, **asks)
     assert found["dense"] == [[[3, 4096], "torch.float8_e4m3fn", [1024, 4096], "torch.float32", [8, 32]]]
-    assert found["arguments"] == [["dsv4", tokens] for _, tokens in asked]
+    assert [one[:2] for one in found["arguments"]] == [["dsv4", tokens] for _, tokens in asked]
+    assert not prompts or (found["arguments"][-1][2:] == [2, False] and found["arguments"][1][3])
     of_marlin = {"swiglu_limit": 10.0, "up_first": False, "activations": "bf16"}
     of_cutlass = of_marlin | {"up_first": True, "activations": "mxfp8"}
     assert (
@@ -340,23 +345,20 @@ def test_in_0_5_23_the_user_decides_and_a_forced_variable_reaches_the_children(r
 
 
 @pytest.mark.parametrize(
-    ("more", "left_out", "told"),
+    ("left_out", "told"),
     [
-        ("{}", "", []),
-        ("{}", ",fp8_linear=off,all_reduce=off", ["fp8_linear"]),  # two cards' sums have one order
-        ("{'tp_size': 4}", ",all_reduce=off", ["all_reduce"]),
-        ("{'tp_size': 4, 'disable_custom_all_reduce': True}", "", ["all_reduce"]),
+        ("", [({}, []), ({"tp_size": 4, "disable_custom_all_reduce": True}, ["all_reduce"]), ({}, [])]),
+        # two cards' sums have one order
+        (",fp8_linear=off,all_reduce=off", [({}, ["fp8_linear"]), ({"tp_size": 4}, ["fp8_linear", "all_reduce"])]),
     ],
 )
-def test_a_server_that_cannot_be_reproducible_by_its_settings_says_so(run, more, left_out, told):
+def test_a_server_that_cannot_be_reproducible_by_its_settings_says_so(run, left_out, told):
     """As two settings that contradict each other: at its start, and in its report."""
-    code = RESOLVE.replace("tp_size=2, ", "").replace("**MORE", "**{'tp_size': 2} | MORE")
-    code = code.replace(
-        '"states":', '"notes": [describe() for describe, _ in patching.report._notes.values()], "states":'
-    )
-    found = run(code, more=more, version="0.5.23", DSV4_SM120_SET=f"reproducible=on{left_out}")
-    notes = [note.partition(":") for note in found["notes"] if "NOT REPRODUCIBLE" in note]
-    assert [names.split(", ") for names, *_ in notes] == ([told] if told else [])
+    asked = repr([(None, more) for more, _ in told])
+    found = run(SERVERS, more=asked, version="0.5.23", DSV4_SM120_SET=f"reproducible=on{left_out}")
+    for (_, names), one in zip(told, found, strict=True):
+        notes = [note.partition(":") for note in one["notes"] if "NOT REPRODUCIBLE" in note]
+        assert [said.split(", ") for said, *_ in notes] == ([names] if names else [])
 
 
 MHC_BOUNDARY = """
@@ -530,19 +532,3 @@ def test_the_plugin_entry_point_patches_what_is_imported_already(loaded, places,
     assert [row for row in rows if row[2] == "BROKEN"] == []
     applied = {where for _, where, state, _ in rows if state == "APPLIED"}
     assert "sglang.srt.models.deepseek_v4:MQALayer.forward" in applied and len(applied) > 15
-
-
-@pytest.mark.parametrize(
-    ("version", "asked"),
-    [
-        ("0.5.17", '{"enable_dsa_prefill_context_parallel": True}'),
-        ("0.5.18", '{"enable_prefill_cp": True, "cp_strategy": "interleave"}'),
-        ("0.5.21", '{"enable_prefill_cp": True, "cp_strategy": "interleave"}'),
-    ],
-)
-def test_context_parallelism_of_prompts_is_no_data_parallel_attention(run, version, asked):
-    """SGLang's hook of this model asks for it up to 0.5.21, and what follows takes it back where it has one rank: so
-    tokens, and EAGLE's decisions, go round all cards (fixes/min_p_tokens.py)."""
-    hook = content(fetch(version), "sglang/srt/arg_groups/deepseek_v4_hook.py")
-    assert "enable_dp_attention = True" in hook or "enable_dp_attention=True" in hook
-    assert run(PARALLEL, asked, version) == [2, False]

@@ -26,8 +26,8 @@ FAKE_SM120 = """
 
 
 @pytest.fixture
-def python(python_with_torch):
-    return python_with_torch
+def python(python_with_ours):
+    return python_with_ours
 
 
 def test_every_row_is_complete():

@@ -15,10 +15,10 @@ STOCK_IS_WRONG = {"stock: each pass reads its own window": False, "stock: drafts
 
 
 @every_release()
-def test_each_pass_sees_its_own_token_and_the_drafts_before_it(version, python_with_torch):
+def test_each_pass_sees_its_own_token_and_the_drafts_before_it(version, python_interpreting):
     """Beside the recurrence computed without SGLang; without ours no pass behind the first draft has its window."""
     code = f"import json; from tests.patching.draft_passes import main; print(json.dumps(main({version!r})))"
-    found = json.loads(python_with_torch(code, env={"TRITON_INTERPRET": "1"}).stdout)
+    found = json.loads(python_interpreting(code, env={"TRITON_INTERPRET": "1"}).stdout)
     assert {name: holds for name, holds in found.items() if not holds} == STOCK_IS_WRONG and len(found) == 7
 
 

@@ -15,9 +15,9 @@ from tests.patching.wheels import WheelSources, every_release, fetch, since
 
 
 @every_release(FIRST)
-def test_the_metadata_are_the_same(version, python_with_torch):
+def test_the_metadata_are_the_same(version, python_interpreting):
     code = f"import json; from tests.patching.dspark_block import main; print(json.dumps(main({version!r})))"
-    found = json.loads(python_with_torch(code, env={"TRITON_INTERPRET": "1"}).stdout)
+    found = json.loads(python_interpreting(code, env={"TRITON_INTERPRET": "1"}).stdout)
     assert [name for name, holds in found.items() if not holds] == []
     assert len(found) == 7 + since(version, "0.5.21")
 

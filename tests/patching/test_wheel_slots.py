@@ -14,11 +14,11 @@ OUT = "RuntimeError Decode out of memory"  # SGLang's own words
 
 
 @pytest.fixture
-def found(torch_python):
+def found(program_python):
     """found(version, seeds): what the program has printed"""
 
     def found(version, seeds):
-        done = subprocess.run([*torch_python(), "-c", LOAD, version, seeds], cwd=REPO, capture_output=True, text=True)
+        done = subprocess.run([*program_python(), "-c", LOAD, version, seeds], cwd=REPO, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -242,11 +242,12 @@ def main(version: str) -> dict:
     parameters = {"type": "object", "properties": {name: {} for name in ("command", "n", "o")}}
     tools = [SimpleNamespace(function=SimpleNamespace(name="run", parameters=parameters))]
     ways = [*WAYS, *(f"turns {version} {i}" for i in range(IN_TURNS))]
+    few = [0, 1, ways[-1]]  # of what is asked for nothing but that it stays
     stock = v32._parse_parameters_from_xml
     is_partial = "allow_partial" in inspect.signature(stock).parameters
     replace = tool_strings.replace_parse_partial_parameters if is_partial else tool_strings.replace_parse_parameters
 
-    def all_ways(of, block: str) -> dict:
+    def all_ways(of, block: str, ways=ways) -> dict:
         texts = {case: written(block, arguments) for case, arguments in CASES.items()}
         return {case: {str(way): read(of(), text, way, tools) for way in ways} for case, text in texts.items()}
 
@@ -261,9 +262,9 @@ def main(version: str) -> dict:
         long_calls.EACH = EACH
         found["long elsewhere"] = streamed(tools, long_calls.replace_process, "cut off", 2)
         found["responses, elsewhere"] = responded(long_calls.replace_responses, "cut off")
-    found |= {"stock": all_ways(v4, "tool_calls"), "v3.2": all_ways(v32, "function_calls")}
+    found |= {"stock": all_ways(v4, "tool_calls"), "v3.2": all_ways(v32, "function_calls", few)}
     v32._parse_parameters_from_xml = replace(stock)
-    found["elsewhere"] = all_ways(v4, "tool_calls")
+    found["elsewhere"] = all_ways(v4, "tool_calls", few)
     models_served.announce({"model_type": "deepseek_v4"}, {})
     models_served.announce_served_card({})
     found["marks of ours"] = {str(is_told): marked(is_told) for is_told in (False, True)}
@@ -281,7 +282,7 @@ def main(version: str) -> dict:
         found["ends"] = [[cut_off(tools, check, reason, answer) for answer, reason in ends] for check in checks]
         found["cut, ours"] = [cut_off(tools, tool_strings.replace_check_unstreamed, reason) for reason in ways_to_end]
     found |= {"thoughts": {str(is_told): thoughts(is_told) for is_told in (False, True)}}
-    return found | {"ours": all_ways(v4, "tool_calls"), "v3.2 beside ours": all_ways(v32, "function_calls")}
+    return found | {"ours": all_ways(v4, "tool_calls"), "v3.2 beside ours": all_ways(v32, "function_calls", few)}
 
 
 if __name__ == "__main__":
