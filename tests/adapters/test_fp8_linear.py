@@ -101,7 +101,7 @@ class Norm:
         self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(1024, dtype=torch.bfloat16)), 1e-6
         vars(self).update(attributes)
 
-    def forward(self, x, *further):
+    def forward(self, x, *further, residual=None):
         return "original"
 
 
@@ -149,9 +149,11 @@ def test_other_norms_are_the_originals(normed, norm, attributes):
 
 def test_a_norm_that_is_given_more_is_the_originals(normed, monkeypatch):
     forward = attention_with(Norm())
-    assert forward(latent(3), latent(3)) == "original" and not normed
-    monkeypatch.setattr(device_gate, "serves", lambda device: False)
-    assert forward(latent(3)) == "original" and not normed
+    assert forward(latent(3), latent(3)) == forward(latent(3), residual=latent(3)) == "original" and not normed
+    for owner, name, answer in ((torch.compiler, "is_compiling", True), (device_gate, "serves", False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, lambda *_, answer=answer: answer)
+            assert forward(latent(3)) == "original" and not normed
 
 
 def change(**changes):
