@@ -10,7 +10,7 @@ import torch
 
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_owed_terms as adapter
-from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum
+from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum, mxfp4_moe
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum
 from tests.adapters.test_mhc_sum import CHANGES, HIDDEN, RANKS, group, x_of  # noqa: F401
 
@@ -59,6 +59,11 @@ def of_wo_b(rows=3, *, inputs=256, layer=None, asks_for=None):
 
 def of_experts(rows=3):
     return in_a_layer(lambda: adapter.of_experts(x_of(rows), x_of(rows) + 1, SCALING))
+
+
+def test_the_experts_adapter_says_which_output_is_scaled(made):
+    term = in_a_layer(lambda: mxfp4_moe._add(x_of(3), x_of(3) + 1, SCALING))
+    assert torch.equal(term.run(), ADDED) and made == ["added"]
 
 
 def test_a_boundary_is_given_what_has_to_be_added(made, group):  # noqa: F811
