@@ -110,12 +110,12 @@ def test_what_the_operator_does_not_take_is_theirs(x, disabled, sums):
 
 def test_what_else_is_asked_is_theirs(sums):
     theirs = Theirs(group="a group")
-    ours = adapter.Communicator(theirs, group := Group())
+    ours = adapter.Communicator(theirs, group := Group(), products := Group())
     assert ours.max_size == 8 << 20 and ours.group == "a group" and not hasattr(ours, "reduce_scatter")
     with ours.capture():
         assert theirs.calls == ["begin"]
     ours.close()
-    assert theirs.calls == ["begin", "end", "close"] and group.closed
+    assert theirs.calls == ["begin", "end", "close"] and group.closed and products.closed
 
 
 def test_a_sum_is_named_by_its_place_in_the_graph(sums, monkeypatch):
@@ -290,10 +290,10 @@ def test_shadow_mode_has_sglangs_own_gather_beside(shadowed, off, gathered):
 @pytest.mark.parametrize("shadowed", ["1"], indirect=True)
 def test_in_the_warm_up_of_a_capture_there_is_nothing_to_compare_with(shadowed, sums, monkeypatch):
     """SGLang's v1 gives zeros there."""
-    ours = in_a_group(monkeypatch, Theirs())
-    with ours.capture():
-        assert float(ours.custom_all_reduce(x_of(8))[0, 0]) == 2.0
-    assert shadow.report() == []
+    with (ours := in_a_group(monkeypatch, Theirs())).capture():
+        assert float(ours.custom_all_reduce(x_of(8))[0, 0]) == 2.0 and shadow.report() == []
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert float(ours.custom_all_reduce(x_of(8))[0, 0]) == 7.0 and len(shadow.report()) == 1
 
 
 # ---- what a rank looks at before anything is tried

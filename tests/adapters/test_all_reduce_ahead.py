@@ -183,3 +183,10 @@ def test_where_there_will_be_no_probe_none_is_asked_in_front(what, a_rank, probe
         engine = None if what == "no engine" else SimpleNamespace(in_place=set)
         monkeypatch.setattr(adapter.patching, "active_engine", lambda: engine)
     assert adapter.find_ahead("group", DEVICE) is None and probed[1] == [] and adapter._found_ahead == {}
+
+
+@pytest.mark.parametrize("failing, are_all", [((), False), ((0, 1), False), ((0, 1, 2), True)])
+def test_a_group_between_cards_whose_peers_fail_sums_by_none(failing, are_all, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 2])
+    monkeypatch.setattr(adapter, "_without_peers", set(failing))
+    assert adapter._is_without_peers("group") is are_all

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops import all_reduce as gathers
 from deepseek_v4_sm120.ops import all_reduce_sizes
 from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS
@@ -82,7 +83,7 @@ class State(ModuleType):
 
 
 def original(x, y, *args, **kwargs):
-    return "original"
+    return "original" if len(y) > len(x) else "of a weight that is none"
 
 
 @pytest.fixture
@@ -166,6 +167,13 @@ def test_what_is_not_dealt_is_bf16_linears(call, dealing):
     dealing()
     assert call(adapter.replace_linear_bf16_fp32(original)) == "original" and dealing.parts == []
     assert report._notes == {}, "nothing to tell"
+
+
+@pytest.mark.parametrize(("in_place", "deals"), [(None, False), ({"all_reduce"}, False), ({sums_adapter.DEALT}, True)])
+def test_a_rank_deals_where_that_is_in_place(in_place, deals, monkeypatch):
+    engine = None if in_place is None else SimpleNamespace(in_place=lambda: in_place)
+    monkeypatch.setattr(patching, "_engine", engine)
+    assert sums_adapter._deals() is deals
 
 
 def test_one_card_has_all(dealing):

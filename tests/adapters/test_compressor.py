@@ -316,8 +316,9 @@ def test_plans_that_are_whole_stay_as_they_are(calls, monkeypatch):
     }
     replaced = adapter.replace_create_data(planner(8, 4, asked))
     replaced(4, token_to_kv_pool=Pool(8), **given)  # no speculation
+    adapter.replace_create_data(planner(128, 4, asked))(128, token_to_kv_pool=Pool(128), **given)
     decode = {name: value for name, value in given.items() if name not in ("extend_lens", "num_q_tokens")}
     replaced(4, token_to_kv_pool=Pool(16), **{**decode, "is_prefill": False})
     monkeypatch.setattr(device_gate, "serves", lambda device: False)
     replaced(4, token_to_kv_pool=Pool(16), **given)
-    assert asked == [True, False, True]
+    assert asked == [True, True, False, True]

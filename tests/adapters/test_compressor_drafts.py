@@ -62,12 +62,13 @@ def same(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
 
 
-def made_for(layers=LAYERS):
-    return make_drafts(4, 3, layers, ring=128, device="cpu")
+def made_for(layers=LAYERS, requests=4):
+    return make_drafts(requests, 3, layers, ring=128, device="cpu")
 
 
-def test_a_step_is_one_call_of_all_layers(calls):
-    made, expected = made_for(), made_for()
+@pytest.mark.parametrize("requests", [1, 4])
+def test_a_step_is_one_call_of_all_layers(calls, requests):
+    made, expected = made_for(requests=requests), made_for(requests=requests)
     reference.clear_drafts(**expected.arguments())
     assert run(made, pool_of(made)) == 0 and calls == [LAYERS] and same(made, expected)
 

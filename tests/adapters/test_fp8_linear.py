@@ -72,6 +72,15 @@ def test_other_shapes_and_strides_of_x(served):
     assert layer.log == []
 
 
+def test_the_last_addition_is_left_to_a_boundary_for_rows_alone(served, monkeypatch):
+    method, layer, x = make(6)
+    apply = adapter.replace_apply(original)
+    monkeypatch.setattr(adapter.mhc_owed_terms, "of_product", lambda *given: given)
+    linear, rows, scale = apply(method, layer, x)
+    assert (linear is layer, rows is x, scale is layer.weight_scale_inv) == (True,) * 3 and served == []
+    assert apply(method, layer, x.view(2, 3, 384)).shape == (2, 3, 256) and len(served) == 1
+
+
 def test_x_is_copied_only_where_the_operator_cannot_read_it():
     x = torch.zeros(4, 768, dtype=torch.bfloat16)
     for mine, is_read in ((x, True), (x[:, 8:], True), (x[:, 1:385], False), (x[:, ::2], False), (x[1:], True)):
@@ -101,7 +110,7 @@ class Norm:
         self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(1024, dtype=torch.bfloat16)), 1e-6
         vars(self).update(attributes)
 
-    def forward(self, x, *further):
+    def forward(self, x, *further, residual=None):
         return "original"
 
 
@@ -149,9 +158,11 @@ def test_other_norms_are_the_originals(normed, norm, attributes):
 
 def test_a_norm_that_is_given_more_is_the_originals(normed, monkeypatch):
     forward = attention_with(Norm())
-    assert forward(latent(3), latent(3)) == "original" and not normed
-    monkeypatch.setattr(device_gate, "serves", lambda device: False)
-    assert forward(latent(3)) == "original" and not normed
+    assert forward(latent(3), latent(3)) == forward(latent(3), residual=latent(3)) == "original" and not normed
+    for owner, name, answer in ((torch.compiler, "is_compiling", True), (device_gate, "serves", False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, lambda *_, answer=answer: answer)
+            assert forward(latent(3)) == "original" and not normed
 
 
 def change(**changes):
@@ -182,13 +193,15 @@ def test_the_rest_is_the_originals(served, name):
     assert layer.log == ["original"] and served == []
 
 
-def test_a_bias_and_another_gpu_are_the_originals(served, monkeypatch):
+def test_a_bias_another_model_and_another_gpu_are_the_originals(served, monkeypatch):
     method, layer, x = make()
     apply = adapter.replace_apply(original)
     apply(method, layer, x, torch.zeros(256, dtype=torch.bfloat16))
-    monkeypatch.setattr(device_gate, "serves", lambda device: False)
-    apply(method, layer, x, bias=None)
-    assert layer.log == ["original"] * 2 and served == []
+    for owner, name, no in ((adapter.process, "has_our_model", False), (device_gate, "serves", lambda device: False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, no)
+            apply(method, layer, x, bias=None)
+    assert layer.log == ["original"] * 3 and served == []
 
 
 def test_versions_without_a_switch_have_none(served):

@@ -73,6 +73,8 @@ scored: list[int] = []  # rows of each call of the operator
 
 
 def slots_by_reference(dealt, page_table, *, num_pages, out, entries):
+    assert dealt.dtype == (torch.int16 if op.is_narrow(page_table) else torch.int32), "no more bytes than entries need"
+    assert dealt.shape[1] == -(-len(page_table) // len(dealt)), "nor rows than there are"
     slots, found = reference.dealt_slots(dealt, page_table, num_pages=num_pages)
     out.copy_(slots)
     if entries is not None:
@@ -80,6 +82,7 @@ def slots_by_reference(dealt, page_table, *, num_pages, out, entries):
 
 
 def is_worth_it(ranks, rows, pairs, row_bytes):
+    assert row_bytes == K * adapter.entry_type(None).itemsize
     return rows >= 8 and pairs > 0
 
 

@@ -18,6 +18,7 @@ from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 EPS = 1e-6
+OURS = {"model_type": "deepseek_v4", "hidden": 4096, "streams": 4, "pre_of_sublayer_before": False}
 
 
 def operator_pre(streams, fn, scale, base, *, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters):
@@ -222,6 +223,7 @@ def test_another_gpu_is_left_to_the_original(served, inputs, monkeypatch):
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: False)
     post = adapter.replace_hc_post(lambda *args: "original")
     assert post(LAYER, inputs.f, inputs.streams, inputs.post, inputs.comb) == "original"
+    monkeypatch.setattr(models_served, "_announced", OURS)
     assert adapter.replace_fusion_enabled(lambda: False)() is False
     assert adapter.replace_fusion_enabled(lambda: True)() is True and served == []
 
@@ -229,8 +231,8 @@ def test_another_gpu_is_left_to_the_original(served, inputs, monkeypatch):
 @pytest.mark.parametrize(
     ("told", "fused"),
     [
-        ({"model_type": "deepseek_v4", "hidden": 4096, "streams": 4, "pre_of_sublayer_before": False}, True),
-        ({"model_type": "deepseek_v4", "hidden": 6144, "streams": 4, "pre_of_sublayer_before": False}, False),
+        (OURS, True),
+        (OURS | {"hidden": 6144}, False),
         (None, False),  # a model whose arguments are not resolved as DeepSeek-V4's
     ],
 )
@@ -245,8 +247,7 @@ def test_the_fused_boundary_is_on_for_a_model_whose_boundaries_we_serve(served, 
 )
 def test_the_fused_boundary_is_off_where_layers_lie_on_the_host(served, monkeypatch, offloader, fused):
     """Of the second offloader's, which moves experts alone, the norms stay on the card."""
-    told = {"model_type": "deepseek_v4", "hidden": 4096, "streams": 4, "pre_of_sublayer_before": False}
-    monkeypatch.setattr(models_served, "_announced", told)
+    monkeypatch.setattr(models_served, "_announced", OURS)
     module = ModuleType(handed_over.OFFLOADER)
     module.get_offloader = type(offloader, (), {})
     monkeypatch.setitem(sys.modules, handed_over.OFFLOADER, module)

@@ -10,11 +10,12 @@ import torch
 
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_owed_terms as adapter
-from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum
+from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum, mxfp4_moe
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum
 from tests.adapters.test_mhc_sum import CHANGES, HIDDEN, RANKS, group, x_of  # noqa: F401
 
 SCALING = 1.5
+ADDED = x_of(3) + SCALING * (x_of(3) + 1)
 
 
 def layer_with(wo_b=None):
@@ -35,13 +36,19 @@ def made(group, monkeypatch):  # noqa: F811
     """What the operators' own kernels made."""
     seen = []
     monkeypatch.setattr(adapter.op, "takes_terms", lambda rows, hidden, group: rows <= 8)
-    monkeypatch.setattr(adapter.linear_op, "splits_of", lambda rows, outputs, inputs, index: 4 if inputs == 256 else 8)
+    monkeypatch.setattr(adapter.linear_op, "splits_of", lambda *sizes: 4 if is_few(*sizes) else 8)
     monkeypatch.setattr(adapter.linear_op, "fp8_linear_unmerged", lambda x, *_: torch.full((4, len(x), HIDDEN), 0.25))
     monkeypatch.setattr(adapter.linear_op, "merge", lambda partial: seen.append("merged") or partial.sum(0).bfloat16())
     monkeypatch.setattr(
-        adapter.experts_op, "add_shared", lambda shared, routed, *, scaling: seen.append("added") or shared + routed
+        adapter.experts_op,
+        "add_shared",
+        lambda shared, routed, *, scaling: seen.append("added") or shared + scaling * routed,
     )
     return seen
+
+
+def is_few(rows, outputs, inputs, index) -> bool:
+    return rows <= 9 and (outputs, inputs) == (HIDDEN, 256)
 
 
 def of_wo_b(rows=3, *, inputs=256, layer=None, asks_for=None):
@@ -52,6 +59,11 @@ def of_wo_b(rows=3, *, inputs=256, layer=None, asks_for=None):
 
 def of_experts(rows=3):
     return in_a_layer(lambda: adapter.of_experts(x_of(rows), x_of(rows) + 1, SCALING))
+
+
+def test_the_experts_adapter_says_which_output_is_scaled(made):
+    term = in_a_layer(lambda: mxfp4_moe._add(x_of(3), x_of(3) + 1, SCALING))
+    assert torch.equal(term.run(), ADDED) and made == ["added"]
 
 
 def test_a_boundary_is_given_what_has_to_be_added(made, group):  # noqa: F811
@@ -70,11 +82,11 @@ def test_a_boundary_is_given_what_has_to_be_added(made, group):  # noqa: F811
 
 def test_whoever_else_looks_gets_the_finished_term(made, group):  # noqa: F811
     one, other = of_wo_b(), of_experts()
-    assert torch.equal(one + 0, torch.ones(3, HIDDEN)) and torch.equal(torch.relu(other), 2 * x_of(3) + 1)
+    assert torch.equal(one + 0, torch.ones(3, HIDDEN)) and torch.equal(torch.relu(other), ADDED)
     assert made == ["merged", "added"] and torch.equal(one * 2, one.run() * 2) and len(made) == 2, "made once"
     f, options = one.for_boundary()
     assert isinstance(f, torch.Tensor) and f.ndim == 2 and options == {}
-    assert torch.equal(group.all_reduce(of_experts()), RANKS * (2 * x_of(3) + 1)) and group.sums == 1  # no layer runs
+    assert torch.equal(group.all_reduce(of_experts()), RANKS * ADDED) and group.sums == 1  # no layer runs
     owed = in_a_layer(lambda: group.all_reduce(of_wo_b()))
     assert torch.equal(owed + 0, RANKS * torch.ones(3, HIDDEN)) and made.count("merged") == 2
 
@@ -145,4 +157,4 @@ def test_a_sum_that_is_no_boundarys_gets_a_finished_term(group, made):  # noqa: 
         group.symmetric = True
         return group.all_reduce(term)
 
-    assert torch.equal(in_a_layer(call), RANKS * (2 * x_of(3) + 1)) and made == ["added"] and group.sums == 1
+    assert torch.equal(in_a_layer(call), RANKS * ADDED) and made == ["added"] and group.sums == 1

@@ -129,6 +129,12 @@ def test_where_the_sum_would_not_be_ours_it_is_made(group, name, before):
     assert isinstance(found, torch.Tensor) and torch.equal(found, RANKS * x_of(3)) and group.sums == 1
 
 
+def test_ways_to_sum_that_are_off_or_do_not_take_it_change_nothing(group):
+    group.pymscclpp_comm = SimpleNamespace(disabled=True)
+    group._can_use_flashinfer_allreduce = lambda x: len(x) > 3
+    assert isinstance(asked_in_a_layer(x_of(3)), OwedSum) and isinstance(asked_in_a_layer(x_of(4)), torch.Tensor)
+
+
 def test_outside_of_a_layer_in_another_thread_and_of_another_group_sums_are_made(group):
     other = Coordinator()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from dataclasses import dataclass
@@ -104,8 +105,8 @@ def engine_layer(recorded, inputs):
 
 
 def engine_inputs(recorded):
-    """Weights are finite everywhere: float32 scales have no byte 255."""
-    shape = dataclasses.replace(SMALL, rows=24, up_first=recorded.cutlass)
+    """Weights are finite everywhere: float32 scales have no byte 255. The limit is not the operator's default."""
+    shape = dataclasses.replace(SMALL, rows=24, up_first=recorded.cutlass, swiglu_limit=7.0)
     if recorded.cutlass and recorded.ep_rank:
         shape = dataclasses.replace(shape, first_expert=8, all_experts=16)
     return make_inputs(shape, device="cpu")
@@ -116,12 +117,31 @@ def dispatched(inputs):
     return StandardDispatchOutput(inputs.hidden, None, topk)
 
 
+def of_other_types(dispatch):
+    """Ids and weights as another router of SGLang's may give them."""
+    topk = dispatch.topk_output
+    routed = SimpleNamespace(topk_ids=topk.topk_ids.long(), topk_weights=topk.topk_weights.double())
+    return dispatch._replace(topk_output=routed)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.fixture
 def served(monkeypatch):
     """The gate is open for the CPU, the reference computes, SGLang's module of the outputs is this one."""
     calls = []
 
     def operator(*args, activations, reproducible, wide, **kwargs):
+        hidden, topk_ids, topk_weights, *_ = args
+        assert (hidden.dtype, topk_ids.dtype, topk_weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
         calls.append(activations)
         return reference(*args, **kwargs).to(torch.bfloat16)
 
@@ -223,12 +243,13 @@ def test_a_layer_is_loaded_without_a_repack_and_computed(served, recorded):
     layer, method = engine_layer(recorded, inputs), Method(recorded.cutlass)
     address = layer.w13_weight.data_ptr()
     process, apply = replaced(recorded.cutlass)
-    process(method, layer)
+    with default_dtype(torch.bfloat16):  # as SGLang loads a model
+        process(method, layer)
     assert layer.log == ["fp8"] and layer.w13_weight.data_ptr() == address
-    found = apply(method, layer, dispatched(inputs))
-    assert isinstance(found, StandardCombineInput) and layer.log == ["fp8"]
-    assert relative_error(found.hidden_states, reference(**inputs.arguments())) < 0.004
-    assert served == ["mxfp8" if recorded.cutlass else "bf16"] * 2  # while it was loaded, and now
+    for found in (apply(method, layer, dispatched(inputs)), apply(method, layer, of_other_types(dispatched(inputs)))):
+        assert isinstance(found, StandardCombineInput) and layer.log == ["fp8"]
+        assert relative_error(found.hidden_states, reference(**inputs.arguments())) < 0.004
+    assert served == ["mxfp8" if recorded.cutlass else "bf16"] * 3  # while it was loaded, and now
     assert layer.w13_weight_scale_inv.dtype == torch.float8_e8m0fnu  # float32 scales have made room for bytes
     assert torch.equal(
         layer.w13_weight_scale_inv.view(torch.uint8)[inputs.topk_ids[0, 0] % 8],

@@ -105,3 +105,12 @@ def test_what_is_done_with_the_model_keeps_them_whole(monkeypatch, module, name,
     monkeypatch.setattr(module, name, lambda: True)
     found = prompt_passes.of_server(SimpleNamespace(**GROUPS), TP, SimpleNamespace(world_size=1), "batches")
     assert [reason for reason, holds in found.items() if holds] == [why]
+
+
+def test_a_groups_sums_are_wrapped_once_by_each_who_asks():
+    """Which is in front of every layer."""
+    coordinator = SimpleNamespace(all_reduce=lambda x: x)
+    wrapped = {"adds": lambda original, x: original(x) + 1, "doubles": lambda original, x: 2 * original(x)}
+    for is_new in (True, False):
+        assert [prompt_passes.wrap_sums_of(coordinator, *one) for one in wrapped.items()] == [is_new] * 2
+        assert coordinator.all_reduce(1) == 4

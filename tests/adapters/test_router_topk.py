@@ -91,8 +91,11 @@ def test_the_factor_where_the_weights_have_it(served, factor, scale):
 def test_padded_rows_where_the_release_masks_them_here(served, count):
     weights, ids = adapter.replace_masked(original)(**call(num_token_non_padded=count))
     assert ids[2].tolist() == [-1] * 6 and weights[2].tolist() == [0.0] * 6 and bool((ids[:2] >= 0).all())
-    _, ids = adapter.replace_log1p(original)(**call(num_token_non_padded=count))
-    assert bool((ids >= 0).all()) and [one["real_rows"] is None for one in served] == [False, True]
+    for replace in (adapter.replace_log, adapter.replace_log1p):  # where they do not, nobody asks what it is
+        for other in (count, count.long()):
+            _, ids = replace(original)(**call(num_token_non_padded=other))
+            assert bool((ids >= 0).all())
+    assert [one["real_rows"] is None for one in served] == [False, *[True] * 4]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +126,8 @@ def test_what_the_operator_does_not_take_is_the_originals(served, changes):
 def test_what_says_nothing_changes_nothing(served):
     given = call(packed_out=None, sqrtsoftplus_log1p=False, router_logits_partials=None, num_shared_append=0)
     assert len(adapter.replace_masked(original)(**given)) == 2 and len(served) == 1
+    asked = ("hidden_states", "gating_output", "correction_bias", "topk", "renormalize", "scoring_func")
+    assert len(adapter.replace_masked(original)(**{name: given[name] for name in asked})) == 2 and len(served) == 2
     more = [*call().values(), None]  # by position, the first of those that we do not know
     assert adapter.replace_masked(original)(*more)[0] == "original"
 

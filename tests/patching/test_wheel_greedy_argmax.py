@@ -156,6 +156,13 @@ def test_a_batch_that_samples_gets_plain_logits():
     assert seen == [ours.StepLogits] * 2 + [torch.Tensor] * 2
 
 
+def test_whose_argmax_it_is(monkeypatch):
+    """Of a step's rows, however long they are, and of no more than is known of the call."""
+    monkeypatch.setattr(ours, "STEP_ROWS", 8)
+    assert ours.takes(tied(8), -1) and ours.takes(tied(8), dim=1) and not ours.takes(tied(8), 0)
+    assert not ours.takes(tied(9), -1) and not ours.takes(tied(8), -1, out=torch.empty(8)) and not ours.takes(tied(8))
+
+
 def test_a_kept_dimension(monkeypatch):
     monkeypatch.setattr(ours.op, "row_argmax", lambda x: x.argmax(-1))
     assert OURS(tied(3), -1).tolist() == [7] * 3 and OURS(tied(3), -1, True).tolist() == [[7]] * 3

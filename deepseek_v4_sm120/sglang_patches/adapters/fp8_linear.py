@@ -65,7 +65,6 @@ def keeps(method, layer) -> bool:
         and bool(method.block_quant)
         and not getattr(method, "use_marlin", False)
         and not getattr(method, "use_mxfp8", False)
-        and scale is not None
         and device_gate.serves(weight.device)
         and op.takes(weight, scale)
     )

@@ -52,7 +52,7 @@ class Unadded(OwedTerm):
 
 def of_product(linear, x: torch.Tensor, scale: torch.Tensor) -> Unmerged | None:
     """Of rows x, where `linear` is the running layer's wo_b; None: its product is made whole."""
-    if layers.layer is None or linear is not getattr(getattr(layers.layer, "self_attn", None), "wo_b", None):
+    if linear is not getattr(getattr(layers.layer, "self_attn", None), "wo_b", None):
         return None
     if linear_op.splits_of(x.shape[0], *linear.weight.shape, x.device.index) != op.TERM_SPLITS:
         return None
@@ -62,14 +62,12 @@ def of_product(linear, x: torch.Tensor, scale: torch.Tensor) -> Unmerged | None:
 
 def of_experts(shared: torch.Tensor, routed: torch.Tensor, scaling: float) -> Unadded | None:
     """Of outputs of the same form, both contiguous; None: they are added."""
-    has_sum = layers.layer is not None and layers.known.get("has_sum", False)
-    return Unadded(shared, routed, scaling) if has_sum and _is_left(shared) else None
+    return Unadded(shared, routed, scaling) if layers.known.get("has_sum") and _is_left(shared) else None
 
 
 def _is_left(like: torch.Tensor) -> bool:
-    """Whether a term of this form may come to the next boundary without its last addition."""
-    leaves = layers.known.get("leaves") if layers.layer is not None else None
-    return leaves is not None and leaves(like)
+    """Whether a term of this form may come to the running layer's next boundary without its last addition."""
+    return layers.known["leaves"](like)
 
 
 def form_of(x):

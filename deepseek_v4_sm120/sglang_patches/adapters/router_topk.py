@@ -102,9 +102,7 @@ def has_few_rows(logits) -> bool:
 
 def takes(logits, bias, topk, real_rows) -> bool:
     """Of a step's rows."""
-    return (
-        isinstance(bias, torch.Tensor) and op.takes(logits, bias, topk, real_rows) and device_gate.serves(logits.device)
-    )
+    return op.takes(logits, bias, topk, real_rows) and device_gate.serves(logits.device)
 
 
 def _count(number):
@@ -114,4 +112,4 @@ def _count(number):
 
 def _is_given(value) -> bool:
     """Of a later release's arguments: more than None, False or 0."""
-    return value is not None and (isinstance(value, torch.Tensor) or bool(value))
+    return isinstance(value, torch.Tensor) or bool(value)
