@@ -208,8 +208,9 @@ class Stage:
         oracle = ["--lengths", "16", "130", "700", "1000", "--new", "32"]
         self.guarded(self.gate, "oracle_stock_against_itself", "logit-oracle", "stock", "--reference", stock, *oracle)
         self.guarded(self.gate, "oracle_patched", "logit-oracle", "patched", "--reference", stock, *oracle)
+        batch = ["--num-prompts", "3", "--new", "48", "--others", str(self.arguments.others)]
         for name in COMPARED:
-            self.guarded(self.gate, f"batch_{name}", "batch-invariance", name, "--num-prompts", "3", "--new", "48")
+            self.guarded(self.gate, f"batch_{name}", "batch-invariance", name, *batch)
 
     def start_speculating(self) -> None:
         for name, without in SPECULATING.items():
@@ -217,7 +218,9 @@ class Stage:
 
     def speculation(self, name: str, without: str) -> None:
         self.ready(name, self.arguments.speculation_s)
-        equality = ["--without", self.servers[without].url, "--num-prompts", "32", "--new", "32"]
+        most = self.arguments.others + 1
+        equality = ["--without", self.servers[without].url, "--num-prompts", str(most), "--new", "32"]
+        equality += ["--concurrency", *map(str, sorted({1, 8, most}))]
         self.gate(f"speculation_{without}", "speculation-equality", name, *equality)
 
     def speculations(self) -> None:
@@ -327,6 +330,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cells", default=CELLS, help="words of cell names, comma-separated")
     parser.add_argument("--context", type=int, default=40960, help="tokens; deeper cells need more")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--others", type=int, default=31, help="requests beside one, of the gates that ask many at once")
     parser.add_argument("--no-radix", dest="radix", action="store_false", help="without the prefix cache")
     parser.add_argument("--limit-s", type=float, default=240)
     parser.add_argument("--start-s", type=float, default=110, help="that the two servers may take to start")

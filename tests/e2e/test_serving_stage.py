@@ -92,6 +92,7 @@ def stage(sglang_path, tmp_path):  # noqa: F811
             "single,concurrency 2,depth,prefill,intrusion",
             "--rounds",
             "1",
+            *("--others", "7"),
             "--ports",
             *map(str, free_ports(4)),
             *options,
