@@ -92,7 +92,7 @@ using SumKernel = void (*)(DraftSumParams);
 SumKernel sum_of(int splits) {
   switch (splits) {
     case 1: return draft_sum_kernel<1>;
-    case 4: return draft_sum_kernel<4>;  // plans without tuning have no others
+    case 4: return draft_sum_kernel<4>;  // plans of up to kDraftMostInputs have no others
     default: throw std::runtime_error("draft_input: takes 1 or 4 splits, got " + std::to_string(splits));
   }
 }

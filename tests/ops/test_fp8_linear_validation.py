@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -93,6 +95,11 @@ def test_parts_of_a_product_are_of_its_sizes(monkeypatch):
     monkeypatch.setattr(op.cuda_tensors, "num_sms", lambda index: 188)
     for inputs, splits in ((1024, 1), (2048, 4), (4096, 4), (8192, 4)):
         assert {op.splits_of(rows, 4096, inputs, 0) for rows in (1, 8, 9, 64)} == {splits}
+    most = (
+        extension.load().FP8_LINEAR_DRAFT_MOST_INPUTS
+    )  # what a draft begins with has sums of no other numbers of parts
+    sizes = itertools.product((1, 7, 8, 9, 64), (128, 4096, 7168), range(128, most + 1, 128))
+    assert {op.splits_of(*size, 0) for size in sizes} == {1, 4} and op.splits_of(8, 128, 32768, 0) == 8
     assert op.splits_of(0, 4096, 2048, 0) == op.splits_of(op.LAUNCH_ROWS + 1, 4096, 2048, 0) == 1
     with pytest.raises(RuntimeError, match="fp8_linear: takes outputs a multiple of 128, got 64"):
         op.splits_of(3, 64, 2048, 0)

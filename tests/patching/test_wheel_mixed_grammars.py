@@ -3,6 +3,7 @@ own look in front of a launch, and its own advance of grammars. A whole schedule
 
 import ast
 from collections import deque
+from http import HTTPStatus
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +75,20 @@ def test_a_grammar_has_the_last_steps_tokens_before_a_mixed_pass_is_launched(ver
         assert taken == expected
         one.is_disable_overlap_for_batch(batch(), last_batch=pending[0])
         assert taken == expected  # once
+
+
+@every_release("0.5.19")
+def test_an_answer_whose_grammar_refuses_a_token_breaks_off(version, sglang_wheel):
+    """What docs/mended.md says: in silence up to 0.5.22, with an error 500 on 0.5.23."""
+
+    def refuse(token):
+        raise ValueError
+
+    names = {"FINISH_ABORT": lambda *given: given, "HTTPStatus": HTTPStatus, "logger": SimpleNamespace(error=len)}
+    accept = take(sglang_wheel(version), names, "SchedulerBatchResultProcessor._accept_grammar_tokens", RESULTS)
+    request = SimpleNamespace(grammar=SimpleNamespace(accept_token=refuse), rid="a", to_finish=None)
+    assert accept(None, request, [11, 12]) == []
+    assert (HTTPStatus.INTERNAL_SERVER_ERROR in request.to_finish) is since(version, "0.5.23")
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ def test_the_help_says_every_default():
     """What a verdict was measured by: docs/gates.md has none of these numbers."""
     found = next(action.choices for action in gates.parser()._actions if action.choices)
     parsers = [*(found[gate] for gate in gates.GATES), compare.parser()]
-    told = [(action.dest, action.help) for parser in parsers for action in parser._actions if action.default]
-    told = [(name, said) for name, said in told if name != "help"]
+    actions = [action for parser in parsers for action in parser._actions if action.dest != "help"]
+    told = [(one.dest, one.help) for one in actions if one.default is not False and one.default not in (None, [])]
     assert len(told) > 50 and [name for name, said in told if "default" not in (said or "")] == []
     said = " ".join(found["logit-oracle"].format_help().split())
+    assert ("max_marked", "answers that may bear a mark (default: %(default)s)") in told  # 0
     assert f"{greedy.TIE})" in said and "[1, 8, 32]" in found["speculation-equality"].format_help()
 
 

@@ -5,8 +5,8 @@ the model does; then one is drawn of what the model has more of. Where both are 
 rounding, and there may be nothing of which the model has more: where a draft of 1 is held against 1 - 2^-24 (top_k and
 top_p divide by the sum that is left, and x * (1 / x) is no 1 for every sixth x) and the random number is the greatest
 of all, or where the draft drew another token at last, of which the model has none. SGLang's kernel then takes the
-vocabulary's last token: a word from nowhere, of a request with a grammar an error 500. By the kernel's arithmetic that
-is once in 10^7 to 10^8 such places, which are most of a text.
+vocabulary's last token: a word from nowhere, at which an answer under a grammar breaks off. By the kernel's arithmetic
+that is once in 10^7 to 10^8 such places, which are most of a text.
 
 Here the drafts' probabilities count for a millionth less. So what is certain always has something left, and all other
 draws are as they were, but for that millionth.

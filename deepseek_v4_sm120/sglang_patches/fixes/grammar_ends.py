@@ -3,9 +3,9 @@
 Of a JSON schema, a regular expression or a required tool call that is complete, XGrammar leaves one token: the end.
 min_tokens forbids it until so many tokens are there; with speculation for up to two blocks longer (min_tokens.py mends
 that), and behind a retraction in any case. Then no token is left: all logits are -inf. SGLang takes token 0, which the
-grammar refuses, and the whole answer is lost in an error 500; up to 0.5.19 the draw of a request with a temperature,
-and without top_k and top_p, is itself an error, and ends the server for all. (vLLM #53665; its #54218 lets the grammar
-have its way.)
+grammar refuses, and the answer breaks off: up to 0.5.22 with "abort" for its finish_reason, on 0.5.23 with an error
+500. Up to 0.5.19 the draw of a request with a temperature, and without top_k and top_p, is itself an error, and ends
+the server for all. (vLLM #53665; its #54218 lets the grammar have its way.)
 
 Here of such a row what the grammar leaves may be drawn. Rows that have a token left keep their bits.
 """

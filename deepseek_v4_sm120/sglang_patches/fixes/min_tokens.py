@@ -46,10 +46,8 @@ def replace_mix(original: Callable) -> Callable:
     def mix_with_running(self, running_batch):
         if is_ours() and is_verified(running_batch.spec_algorithm):
             for penalizer in counts_of(running_batch):
-                counted, known = (
-                    penalizer.len_output_tokens,
-                    [[len(request.output_ids)] for request in running_batch.reqs],
-                )
+                counted = penalizer.len_output_tokens
+                known = [[len(request.output_ids)] for request in running_batch.reqs]
                 made = torch.tensor(known, dtype=counted.dtype, pin_memory=counted.device.type == "cuda")
                 penalizer.len_output_tokens = made.to(counted.device, non_blocking=True)
         return original(self, running_batch)

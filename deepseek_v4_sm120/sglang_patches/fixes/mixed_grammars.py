@@ -4,8 +4,8 @@ With --enable-mixed-chunk and drafts (0.5.19 on) an answer that runs takes its n
 prompt's chunk. SGLang masks that token as soon as the pass is launched, while the last step's tokens wait in a queue
 for the host: what it verifies next has them brought to the grammar first, prompts have none, and nobody thought of the
 answers beside a prompt. So the token is one that the grammar allowed before the last step, the grammar refuses it, and
-the answer is lost in an error 500; or it is taken, where the grammar repeats itself, and is another one than the
-model's.
+the answer breaks off: up to 0.5.22 with "abort" for its finish_reason, on 0.5.23 with an error 500. Or it is taken,
+where the grammar repeats itself, and is another one than the model's.
 
 Here the last step's tokens are brought to their grammars before such a pass is launched, by SGLang's own function, and
 the pass waits for that step. Passes without grammars or without answers are launched as before.

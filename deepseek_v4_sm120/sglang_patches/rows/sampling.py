@@ -73,9 +73,7 @@ GREEDY_ARGMAX = Patch(
     "greedy step and twice in one of EAGLE's. The same tokens, in some 4 us",
     targets=(
         _argmax(f"{SAMPLER}.forward", "forward", Parameters(OF_FORWARD), ">=0.5.14,<0.5.22"),
-        _argmax(
-            f"{SAMPLER}.forward", "forward", Parameters((*OF_FORWARD, "*", "logprob_logits=None")), ">=0.5.22,<0.6"
-        ),
+        _argmax(f"{SAMPLER}.forward", "forward", OF_FORWARD_SINCE, ">=0.5.22,<0.6"),
         *_eagle_samples(_argmax),
         _argmax(DRAFT_EXTEND, "execute", Parameters(("self", "forward_batch")), ">=0.5.14,<0.5.20"),
         _argmax(DRAFT_EXTEND, "execute", Parameters(("self", "forward_batch", "select_index")), ">=0.5.20,<0.6"),

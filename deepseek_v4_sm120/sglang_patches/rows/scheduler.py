@@ -133,8 +133,8 @@ GRAMMARS = Patch(
 GRAMMAR_ENDS = Patch(
     name="grammar_ends",
     why="where a schema, a regular expression or a required call is complete, XGrammar leaves the end alone, and "
-    "min_tokens forbids it: no token is left. SGLang takes token 0, and the answer is lost in an error 500; up to "
-    "0.5.19 the draw of a request with a temperature ends the server (vLLM #53665, mended there)",
+    "min_tokens forbids it: no token is left. SGLang takes token 0, at which the answer breaks off; up to 0.5.19 the "
+    "draw of a request with a temperature ends the server (vLLM #53665, mended there)",
     targets=(
         _grammar_ends(f"sglang.srt.constrained.triton_ops.{BITMASK}", "apply", OF_BITMASK, "<0.5.16"),
         _grammar_ends(f"sglang.kernels.ops.grammar.{BITMASK}", "apply", OF_BITMASK, ">=0.5.16,<0.6"),
@@ -197,8 +197,7 @@ MIXED_CHUNKS = Patch(
 MIXED_GRAMMARS = Patch(
     name="mixed_grammars",
     why="with --enable-mixed-chunk and drafts an answer under a grammar (a schema, a required call) that runs beside a "
-    "prompt's chunk is masked by where its grammar stood a step ago: the token is refused, and the answer is lost in "
-    "an error 500",
+    "prompt's chunk is masked by where its grammar stood a step ago: the token is refused, and the answer breaks off",
     targets=(
         targets_of_fix("mixed_grammars")(
             f"{SCHEDULER}.is_disable_overlap_for_batch",
