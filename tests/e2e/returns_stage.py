@@ -102,7 +102,7 @@ def stream_beside(case, sent):
 
 def of_gaps(times, other):
     gaps = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
-    row = {"median_ms": sorted(gaps)[len(gaps) // 2], "longest_ms": max(gaps[BEGINS_AT // 2 :]), "messages": len(times)}
+    row = {"median_ms": sorted(gaps)[len(gaps) // 2], "longest_ms": max(gaps[BEGINS_AT // 2 :])}
     if other:
         row |= {"conversation_ms": 1e3 * (other["ended"] - other["began"]), "cached": other["cached"]}
         row["ended_before_the_stream"] = other["ended"] < times[-1]
@@ -118,8 +118,8 @@ def rows_of(row, name, case):
     for length, found in case.get(PHASE, {}).items():
         at = f"43 layers, 32 experts, a conversation of {int(length):,} tokens"
 
-        def add(what, metric, value, at=at):
-            rows.append(row(f"{at}, {what}", impl, metric, value, None, ISSUE))
+        def add(what, metric, value, bar=None, at=at):
+            rows.append(row(f"{at}, {what}", impl, metric, value, bar, ISSUE))
 
         for kind in (COMPUTED, CARD, LATER):
             seen = found[kind]
@@ -133,4 +133,5 @@ def rows_of(row, name, case):
             if "conversation_ms" in seen:
                 add(what, "time to all first tokens, ms, best", seen["conversation_ms"])
                 add(what, "tokens from a cache", seen["cached"] or 0)
+                add(what, "first tokens behind the stream's end", int(not seen["ended_before_the_stream"]), 0)
     return rows

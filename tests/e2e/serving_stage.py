@@ -330,7 +330,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cells", default=CELLS, help="words of cell names, comma-separated")
     parser.add_argument("--context", type=int, default=40960, help="tokens; deeper cells need more")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--others", type=int, default=31, help="requests beside one, of the gates that ask many at once")
+    parser.add_argument(
+        "--others", type=int, default=31, help="requests beside one, of the gates that ask many at once"
+    )
     parser.add_argument("--no-radix", dest="radix", action="store_false", help="without the prefix cache")
     parser.add_argument("--limit-s", type=float, default=240)
     parser.add_argument("--start-s", type=float, default=110, help="that the two servers may take to start")

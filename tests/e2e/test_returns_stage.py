@@ -73,6 +73,18 @@ def test_a_conversation_comes_from_where_it_is_kept(host, monkeypatch):
     assert (computed, later) == pytest.approx((21, 3 if host else 21))
     assert rows[f"{returns_stage.LATER}, beside a stream", "tokens from a cache"] == 89 * host
     assert ("a stream alone", longest) in rows
+    assert rows[f"{returns_stage.LATER}, beside a stream", "first tokens behind the stream's end"] == 0
+
+
+@pytest.mark.parametrize("ended", [0.3, 0.5])
+def test_a_first_token_behind_the_streams_end_is_a_missed_bar(ended):
+    times = [0.001 * i for i in range(400)]
+    seen = returns_stage.of_gaps(times, {"began": 0.1, "ended": ended, "cached": None})
+    kept = {"ms": [1.0], "cached": [None], "sources": [None]}
+    found = dict.fromkeys((returns_stage.COMPUTED, returns_stage.CARD, returns_stage.LATER), kept)
+    case = {returns_stage.PHASE: {"90": found | {"beside": {returns_stage.COMPUTED: seen}}}}
+    rows = returns_stage.rows_of(collect.row, returns_stage.HOST, case)
+    assert [row["met"] for row in rows if row["bar"] is not None] == [ended < times[-1]]
 
 
 def test_both_engines_differ_in_the_host_alone():
