@@ -32,6 +32,7 @@ from deepseek_v4_sm120.sglang_patches.names import CONTEXT, SERVER_ARGS
 NOTE = "several_hosts"
 # where the group is made all come at once, behind an exchange of SGLang's; to the layers by way of imports, from disks
 WAIT_S, LAYERS_WAIT_S, LOOK_S = 20.0, 180.0, 0.05
+LAST_LOOK_S = 5.0  # the store ends with the process that has it, which is to stop behind those who look there
 ALIKE = "all of them run this code of deepseek_v4_sm120 with these settings"
 REMEDY = "answers would be wrong, and ranks part and hang: mount the same folder on all hosts, with the same settings"
 # of SGLang's arguments those by which each rank's scheduler decides for itself which batch is next, and of what form
@@ -75,6 +76,7 @@ def compare(rank: int, ranks: int, store, wait_s: float = WAIT_S) -> str:
     own = _what_runs()
     store.set(_key(rank), json.dumps(own))
     told = _told(ranks, store, wait_s)
+    store.set(_looked(rank), "")
     others = [_differing(number, theirs, own) for number, theirs in enumerate(told) if theirs not in (None, own)]
     without = [str(number) for number, theirs in enumerate(told) if theirs is None]
     if without:
@@ -84,6 +86,7 @@ def compare(rank: int, ranks: int, store, wait_s: float = WAIT_S) -> str:
     report.add_note(NOTE, lambda: f"{NOTE}: {text}")
     if others:
         report.warn(f"deepseek_v4_sm120: {NOTE}: {text}")
+        _wait_for([_looked(number) for number, theirs in enumerate(told) if theirs is not None], store, LAST_LOOK_S)
     else:
         models_served.know_that_hosts_are_alike()
     return text
@@ -93,11 +96,20 @@ def _key(rank: int) -> str:
     return f"deepseek_v4_sm120 of rank {rank}"
 
 
-def _told(ranks: int, store, wait_s: float) -> list[dict | None]:
-    """What each rank has left there; None: nothing in that time."""
-    end, keys = time.monotonic() + wait_s, [_key(rank) for rank in range(ranks)]
+def _looked(rank: int) -> str:
+    return f"{_key(rank)}: it has looked"
+
+
+def _wait_for(keys: list[str], store, wait_s: float) -> None:
+    end = time.monotonic() + wait_s
     while not store.check(keys) and time.monotonic() < end:
         time.sleep(LOOK_S)
+
+
+def _told(ranks: int, store, wait_s: float) -> list[dict | None]:
+    """What each rank has left there; None: nothing in that time."""
+    keys = [_key(rank) for rank in range(ranks)]
+    _wait_for(keys, store, wait_s)
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
