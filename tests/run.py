@@ -78,16 +78,16 @@ def private_python() -> Path:
     return venv / "bin/python"
 
 
-def prepared(environment: dict[str, str]) -> tuple[str, subprocess.Popen]:
-    """(the private Python, the process that fetches what tests will ask for); all of it beside the build, and behind
-    it where both want a core."""
+def prepared(environment: dict[str, str]) -> tuple[str, list[subprocess.Popen]]:
+    """(the private Python, processes: one fetches what tests will ask for, one compiles the tests); all of it beside
+    the build, and behind it where both want a core."""
     os.nice(10)  # this thread, and what it starts
     python = str(private_python())
     quiet = {"env": environment, "cwd": REPO, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    fetching = subprocess.Popen([python, "-m", "tests.patching.wheels"], **quiet)  # a test says what cannot be fetched
+    started = [[python, "-m", "tests.patching.wheels"]]  # a test says what cannot be fetched
     if not (REPO / "tests/__pycache__").exists():  # what collects does not compile all tests when the build has ended
-        subprocess.run([python, "-m", "pytest", "--collect-only", "-q"], **quiet)
-    return python, fetching
+        started.append([python, "-m", "pytest", "--collect-only", "-q"])
+    return python, [subprocess.Popen(command, **quiet) for command in started]
 
 
 def run_without_gpu(arguments: list[str]) -> int:
@@ -96,7 +96,9 @@ def run_without_gpu(arguments: list[str]) -> int:
         preparing = beside.submit(prepared, environment)
         # The build runs on the interpreter that started us: it must need the standard library only.
         code = subprocess.run([sys.executable, *BUILD], env=environment, cwd=REPO).returncode
-        python, fetching = preparing.result()
+        python, (fetching, *compiling) = preparing.result()
+    for process in compiling:  # a build that was there is done at once: what collects compiles the rest itself
+        process.kill()
     if code:
         fetching.kill()
         return code
