@@ -104,7 +104,7 @@ def test_a_run_with_the_whole_suite_is_judged(monkeypatch):
     from tests import test_run
 
     lines = []
-    monkeypatch.setattr(test_run.run, "prepared", lambda environment: (sys.executable, subprocess.Popen(["true"])))
+    monkeypatch.setattr(test_run.run, "prepared", lambda environment: (sys.executable, [subprocess.Popen(["true"])]))
     monkeypatch.setattr(
         test_run.run.subprocess, "run", lambda line, **_: lines.append(line) or type("", (), {"returncode": 0})
     )
