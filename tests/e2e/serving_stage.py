@@ -27,7 +27,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(REPO)]
 
-from bench.quality import gates  # noqa: E402
+from bench.quality import gates, speculation_equality  # noqa: E402
 from bench.quality.verdict import markdown  # noqa: E402
 from bench.serving import compare, identity  # noqa: E402
 from bench.serving.endpoint import Endpoint  # noqa: E402
@@ -220,7 +220,7 @@ class Stage:
         self.ready(name, self.arguments.speculation_s)
         most = self.arguments.others + 1
         equality = ["--without", self.servers[without].url, "--num-prompts", str(most), "--new", "32"]
-        equality += ["--concurrency", *map(str, sorted({1, 8, most}))]
+        equality += ["--concurrency", *(str(n) for n in speculation_equality.CONCURRENCIES if n <= most)]
         self.gate(f"speculation_{without}", "speculation-equality", name, *equality)
 
     def speculations(self) -> None:
