@@ -97,9 +97,10 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible, no_peers):
             for kind, more, patched, variables in kinds
         ]
 
+    as_planned = ours | {variable: PLANNED}
+
     def planned(suffix, options, takes_turns=False):
-        environment = ours | {variable: PLANNED}
-        return [make(f"planned43_prompts{suffix}", options, environment=environment, takes_turns=takes_turns)]
+        return [make(f"planned43_prompts{suffix}", options, environment=as_planned, takes_turns=takes_turns)]
 
     def in_intervals(suffix, more):
         options = [*timed, "--shapes", *INTERVAL_SHAPES, *more]
@@ -125,7 +126,7 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible, no_peers):
     in_chunks = make("same_chunks_graphs", [*same, "--chunk", "2048"], environment=captured)
 
     # of 32 experts, so that three engines fit a card; a prompt's products are as large as with 64
-    returning = returns_stage.stages(make, timed, sets, ours)
+    returning = returns_stage.stages(make, timed, sets, ours, as_planned)
     timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 32}'), "--mem", "0.97"]
     timed += ["--phases", "prompts", "--max-total-tokens", "100000"]
     step = ["--phases", "prompts", "bench"]

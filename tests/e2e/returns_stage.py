@@ -1,5 +1,6 @@
 """The stage `host_cache43` of run_stage.py: a conversation that comes back, from the card's prefix cache, from the
-host's memory (--enable-hierarchical-cache), and computed again; and what each takes of a stream beside it."""
+host's memory (--enable-hierarchical-cache), and computed again; and what each takes of a stream beside it. Once more
+with prefill graphs: what is computed of such a conversation is a few tokens, whose pass is bound by launches."""
 
 import asyncio
 import time
@@ -12,21 +13,24 @@ FILLERS = (32_000,) * 3  # prompts that take all of it, one after the other
 COMPUTED, CARD, LATER = "computed", "again at once", "again behind others"
 STREAM = 256  # tokens of the prompt of the stream beside
 STREAM_NEW, BEGINS_AT = 400, 60  # its tokens, and the one with which the conversation is sent
-HOST, NO_HOST = "host_cache43", "no_host_cache43"
+HOST, GRAPHS, NO_HOST = "host_cache43", "graphs_host_cache43", "no_host_cache43"
 IMPLEMENTATIONS = {
     HOST: "ours, every operator on, host memory behind the prefix cache",
+    GRAPHS: "ours, every operator on, host memory behind the prefix cache, prefill graphs as planned",
     NO_HOST: "ours, every operator on, prefix cache of the card alone",
 }
 ISSUE = 23
 
 
-def stages(make, timed, sets, ours):
+def stages(make, timed, sets, ours, planned):
+    """ours, planned: the environments of our operators, without and with prefill graphs."""
     options = [*timed, *sets(json_model_override_args='{"n_routed_experts": 32}'), "--mem", "0.97", "--radix"]
     options += ["--phases", PHASE, "--max-total-tokens", str(POOL)]
     hierarchical = sets(enable_hierarchical_cache=True, hicache_ratio=4.0)
     return {
         HOST: [
             make(HOST, options + hierarchical, environment=ours, takes_turns=True),
+            make(GRAPHS, options + hierarchical, environment=planned, takes_turns=True),
             make(NO_HOST, options, environment=ours, takes_turns=True),
         ]
     }

@@ -87,8 +87,20 @@ def test_a_first_token_behind_the_streams_end_is_a_missed_bar(ended):
     assert [row["met"] for row in rows if row["bar"] is not None] == [ended < times[-1]]
 
 
-def test_both_engines_differ_in_the_host_alone():
-    with_host, without = STAGES[returns_stage.HOST]
+def test_the_engines_differ_in_the_host_and_in_graphs_alone():
+    with_host, graphs, without = STAGES[returns_stage.HOST]
     added = with_host.options[len(without.options) :]
     assert with_host.options[: len(without.options)] == without.options and "hicache_ratio=4.0" in added
     assert with_host.environment == without.environment and with_host.is_timed and "--radix" in without.options
+    assert graphs.options == with_host.options and graphs.is_timed
+    added = {name: value for name, value in graphs.environment.items() if with_host.environment.get(name) != value}
+    assert added == {"DSV4_SM120_SET": "prefill_graphs=on"}
+
+
+@pytest.mark.parametrize("ran", [0, 12])
+def test_prefill_graphs_in_which_no_pass_ran_are_a_missed_bar(ran):
+    _, graphs, _ = STAGES[returns_stage.HOST]
+    command = " ".join(f"{name}={value}" for name, value in graphs.environment.items())
+    case = {"exit": 0, "patched": False, "command": command, "prefills": {"true": ran}, returns_stage.PHASE: {}}
+    rows = {row["metric"]: row["met"] for row in collect.case_rows(graphs.name, case)}
+    assert rows["engines without a prefill pass in graphs"] is bool(ran)
