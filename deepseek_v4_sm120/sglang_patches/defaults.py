@@ -126,8 +126,8 @@ DEFAULTS = (
         "a step stays on one stream; no number changes",
         source="[R] models/deepseek_v4.py of 0.5.12 to 0.5.17 (its experts leave their side stream out under "
         "torch.compile, its attention does not); EventVariable of torch 2.11's Dynamo, of 2.13 with events by index; "
-        "pytorch #109848, #188536; [M] by us, on an H200: 0.5.17 does not start without it, 0.5.23 (torch 2.14) does. "
-        "With it nothing was run",
+        "pytorch #109848, #188536; [M] by us, on an H200: 0.5.17 does not start without it, and with it gives the text "
+        "that it gives uncompiled; 0.5.23 (torch 2.14) starts without",
         sglang=">=0.5.12,<0.5.18",
         on=True,
         how="SGLANG_OPT_USE_MULTI_STREAM_OVERLAP=0, or no --enable-torch-compile",
