@@ -408,7 +408,8 @@ class Case:
             self.prompts = prompts_stage.measure(self, own.shapes, self.prompts)
             self.write("_bench", {**result, "rows": rows, "prompts": self.prompts})
         if returns_stage.PHASE in phases:
-            self.write("_bench", {**result, "rows": rows, returns_stage.PHASE: returns_stage.measure(self)})
+            conversations = returns_stage.measure(self, prompts_stage.of_passes)
+            self.write("_bench", {**result, "rows": rows, returns_stage.PHASE: conversations})
         return rows
 
 

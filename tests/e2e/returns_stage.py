@@ -1,6 +1,7 @@
 """The stage `host_cache43` of run_stage.py: a conversation that comes back, from the card's prefix cache, from the
 host's memory (--enable-hierarchical-cache), and computed again; and what each takes of a stream beside it. Once more
-with prefill graphs: what is computed of such a conversation is a few tokens, whose pass is bound by launches."""
+with prefill graphs: what is computed of such a conversation is a few tokens, whose pass is bound by launches. Beside
+it a new prompt of as many tokens, and what the card did in the pass: the rest is the conversation's."""
 
 import asyncio
 import time
@@ -11,6 +12,8 @@ REPEATS = 2
 POOL = 70_000  # tokens of the card's cache
 FILLERS = (32_000,) * 3  # prompts that take all of it, one after the other
 COMPUTED, CARD, LATER = "computed", "again at once", "again behind others"
+FRESH = "a new prompt of as many tokens as are computed of it"
+TRACED = 5  # the seed of Case.events
 STREAM = 256  # tokens of the prompt of the stream beside
 STREAM_NEW, BEGINS_AT = 400, 60  # its tokens, and the one with which the conversation is sent
 HOST, GRAPHS, NO_HOST = "host_cache43", "graphs_host_cache43", "no_host_cache43"
@@ -39,13 +42,14 @@ def stages(make, timed, sets, ours, planned):
 # ---- in the engine
 
 
-def measure(case):
-    """Of a Case of engine_case.py: of each length how a conversation came, alone and beside a stream."""
+def measure(case, of_passes):
+    """Of a Case of engine_case.py: of each length how a conversation came, alone and beside a stream. of_passes: of
+    prompts_stage.py."""
     case.first_tokens(1, FILLERS[0], 9)
-    return {f"{length}": of_length(case, length) for length in LENGTHS}
+    return {f"{length}": of_length(case, length, of_passes) for length in LENGTHS}
 
 
-def of_length(case, length):
+def of_length(case, length, of_passes):
     found = {kind: {"ms": [], "cached": [], "sources": []} for kind in (COMPUTED, CARD, LATER)}
     for i in range(REPEATS):
         for kind in found:
@@ -53,6 +57,13 @@ def of_length(case, length):
                 fill(case, 50 * i)
             seconds, (answer,) = case.first_tokens(1, length, 1000 + i)
             tell(found[kind], answer["meta_info"], 1e3 * seconds)
+    found[FRESH] = {"ms": [], "cached": [], "sources": []}
+    few = length - (found[CARD]["cached"][-1] or 0)
+    for i in range(REPEATS):
+        seconds, (answer,) = case.first_tokens(1, few, 3000 + i)
+        tell(found[FRESH], answer["meta_info"], 1e3 * seconds)
+    case.first_tokens(1, length, TRACED)
+    (found["card"],) = of_passes(case.events(1, 0, length), 1)
     beside = {"alone": stream_beside(case, None)}
     fill(case, 500)
     beside[COMPUTED] = stream_beside(case, (length, 2000))
@@ -125,11 +136,14 @@ def rows_of(row, name, case):
         def add(what, metric, value, bar=None, at=at):
             rows.append(row(f"{at}, {what}", impl, metric, value, bar, ISSUE))
 
-        for kind in (COMPUTED, CARD, LATER):
+        for kind in (COMPUTED, CARD, LATER, FRESH):
             seen = found[kind]
             add(kind, "time to all first tokens, ms, best", min(seen["ms"]))
             add(kind, "time to all first tokens, ms, worst", max(seen["ms"]))
             add(kind, "tokens from a cache, fewest", min(cached or 0 for cached in seen["cached"]))
+        add(CARD, "traced, ms", found["card"]["ms"])
+        add(CARD, "the card without a kernel, ms", found["card"]["idle_ms"])
+        add(CARD, "launches", found["card"]["launches"])
         for kind, seen in found["beside"].items():
             what = "a stream alone" if kind == "alone" else f"{kind}, beside a stream"
             add(what, "from a token of the stream to the next, median, ms", seen["median_ms"])

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from tests.e2e import collect, returns_stage
+from tests.e2e import collect, prompts_stage, returns_stage
 from tests.e2e.stages import STAGES
 
 
@@ -21,7 +21,7 @@ class Engine:
         at_once, kept = prompt in self.card, self.host and prompt in self.stored
         self.card = [*(one for one in self.card if one != prompt), prompt][-2:]
         self.stored.add(prompt)
-        cached = prompt[1] - 1 if at_once or kept else 0
+        cached = prompt[1] - 1 if (at_once or kept) and prompt[1] > 1 else 0
         return {"meta_info": {"cached_tokens": cached}}, 0.001 if at_once else 0.002 if kept else 0.02
 
     async def async_generate(self, input_ids, sampling_params, stream=False):
@@ -50,10 +50,15 @@ def measured(host, monkeypatch):
         answer, seconds = case.engine.first((seed, length))
         return seconds, [answer]
 
-    case.first_tokens = first_tokens
+    def events(batch, new, length):
+        """One kernel, as long as the pass."""
+        seconds, _ = first_tokens(batch, length, returns_stage.TRACED)
+        return [{"cat": "kernel", "name": "one", "ts": 0.0, "dur": 1e6 * seconds}]
+
+    case.first_tokens, case.events = first_tokens, events
     monkeypatch.setattr(returns_stage, "time", types.SimpleNamespace(perf_counter=lambda: case.engine.now))
     try:
-        return returns_stage.measure(case)
+        return returns_stage.measure(case, prompts_stage.of_passes)
     finally:
         case.engine.loop.close()
 
@@ -66,6 +71,10 @@ def test_a_conversation_comes_from_where_it_is_kept(host, monkeypatch):
     for kind, cached in ((returns_stage.COMPUTED, 0), (returns_stage.CARD, 89), (returns_stage.LATER, 89 * host)):
         assert rows[kind, "tokens from a cache, fewest"] == cached
     assert rows[returns_stage.LATER, "time to all first tokens, ms, best"] == (2 if host else 20)
+    assert (
+        rows[returns_stage.FRESH, "time to all first tokens, ms, best"] == 20
+    )  # this card takes as long for any prompt
+    assert (rows[returns_stage.CARD, "traced, ms"], rows[returns_stage.CARD, "launches"]) == (1, 1)  # not computed: 20
     longest = "from a token of the stream to the next, longest, ms"
     computed, later = (
         rows[f"{kind}, beside a stream", longest] for kind in (returns_stage.COMPUTED, returns_stage.LATER)
@@ -81,7 +90,8 @@ def test_a_first_token_behind_the_streams_end_is_a_missed_bar(ended):
     times = [0.001 * i for i in range(400)]
     seen = returns_stage.of_gaps(times, {"began": 0.1, "ended": ended, "cached": None})
     kept = {"ms": [1.0], "cached": [None], "sources": [None]}
-    found = dict.fromkeys((returns_stage.COMPUTED, returns_stage.CARD, returns_stage.LATER), kept)
+    kinds = (returns_stage.COMPUTED, returns_stage.CARD, returns_stage.LATER, returns_stage.FRESH)
+    found = dict.fromkeys(kinds, kept) | {"card": {"ms": 1.0, "idle_ms": 0.0, "launches": 1}}
     case = {returns_stage.PHASE: {"90": found | {"beside": {returns_stage.COMPUTED: seen}}}}
     rows = returns_stage.rows_of(collect.row, returns_stage.HOST, case)
     assert [row["met"] for row in rows if row["bar"] is not None] == [ended < times[-1]]
