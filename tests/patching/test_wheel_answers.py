@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import json
 import random
+from array import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     TOKENIZER_MANAGER,
 )
 from tests.patching.test_wheel_wo_a import QUIET, take
-from tests.patching.wheels import every_release, fetch, since
+from tests.patching.wheels import content, every_release, fetch, since
 
 pytestmark = pytest.mark.usefixtures("served_card")
 
@@ -324,6 +326,19 @@ def test_tokens_that_the_model_does_not_have_are_refused(version):
         assert validates(version, ids, ours=False) is None  # so the row is needed
         with pytest.raises(ValueError, match=rf"token {ids[ids[0] > 0]}; the model's vocabulary is 0 to 11"):
             validates(version, ids, ours=True)
+
+
+@every_release("0.5.14")
+@pytest.mark.parametrize("made", [lambda ids: array("q", ids), np.array, torch.tensor], ids=["array", "numpy", "torch"])
+def test_tokens_in_an_array_are_taken_as_in_a_list(version, made):
+    """`Engine.generate(input_ids=[numpy.array(..), ..])`: SGLang makes its own array of what can be gone through."""
+    text = content(fetch(version), "sglang/srt/managers/tokenizer_manager.py")
+    assert 'array("q", input_ids) if input_ids is not None else None' in text
+    for ids in ([3], [3, VOCABULARY - 1], []):
+        assert array("q", made(ids)) == array("q", ids)
+        assert validates(version, made(ids), ours=False) is validates(version, made(ids), ours=True) is None
+    with pytest.raises(ValueError, match="token 12; the model's vocabulary"):
+        validates(version, made([3, VOCABULARY]), ours=True)
 
 
 def test_elsewhere_tokens_are_not_looked_at(elsewhere):
