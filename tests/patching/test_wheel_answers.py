@@ -7,7 +7,7 @@ import dataclasses
 import json
 import random
 from array import array
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +48,7 @@ class Record(SimpleNamespace):
 DETOKENIZER = FIND_PRINTABLE.partition(":")[0]
 DECODES = ("_decode_batch_token_id_output", "_grouped_batch_decode", "_clamp_decode_ids", "trim_matched_stop")
 ANSWER, STEPS = "做得很好🎉🎊 ok", (3, 10, 4, 20)  # the steps end behind 做, within 🎉 and within 🎊
+LENGTH = MappingProxyType({"type": "length"})
 
 
 class Bytes:
@@ -77,7 +78,7 @@ def detokenizer(version, *, ours):
     return made
 
 
-def told(version, text, steps, *, ours) -> str:
+def told(version, text, steps, *, ours, ends=LENGTH) -> str:
     """A stream's text, whose tokens come in such steps."""
     made, ids, pieces = detokenizer(version, ours=ours), list(text.encode()), []
     prompt, at = list(b"prompt"), 0
@@ -90,7 +91,7 @@ def told(version, text, steps, *, ours) -> str:
             "no_stop_trim": False,
         }
         one |= {"read_offsets": len(prompt), "skip_special_tokens": True, "spaces_between_special_tokens": True}
-        one["finished_reasons"] = None if at < len(ids) else {"type": "length"}
+        one["finished_reasons"] = None if at < len(ids) else ends
         batch = SimpleNamespace(**{name: [value] for name, value in one.items()})
         pieces += made._decode_batch_token_id_output(batch)
         if at >= len(ids):
@@ -113,6 +114,29 @@ def test_whatever_the_steps(version):
         assert told(version, text, steps, ours=True) == text
         differ += told(version, text, steps, ours=False) != text
     assert differ > 2
+
+
+@every_release()
+@pytest.mark.parametrize("stop", ["，🎉", "\n🎉", "ok🎉"])
+@pytest.mark.parametrize("within", [1, 2, 3])
+def test_a_stop_that_goes_on_with_such_a_character_is_not_begun(version, stop, within):
+    for before in ("好", "an answer ", "好了", ""):
+        text = before + stop
+        steps = (len(text.encode()) - 4 + within, 4)
+        ends = {"type": "stop", "matched": stop}
+        assert {told(version, text, steps, ours=ours, ends=ends) for ours in (True, False)} == {before}
+
+
+@every_release()
+def test_nothing_is_told_later_than_by_sglang(version):
+    names = {"_is_chinese_char": take(fetch(version), {}, "_is_chinese_char", "sglang.utils")}
+    stock = take(fetch(version), names, "find_printable_text", "sglang.utils")
+    ours, chance, sooner = whole_characters.replace_printable(stock), random.Random(1), 0
+    for _ in range(200):
+        text = "".join(chance.choices(("你好", "🎉", "ok", " ", "，", "\n", "�"), k=chance.randint(0, 6))) + "�"
+        assert text.startswith(ours(text)) and ours(text).startswith(stock(text))
+        sooner += ours(text) != stock(text)
+    assert sooner > 20
 
 
 def test_other_models_and_cards_keep_sglangs_text(elsewhere):
