@@ -107,7 +107,7 @@ class Default:
     arguments    server argument -> value, where the host still has None or "auto"; VALUE stands for `value`
     value        the number behind VALUE, which DSV4_SM120_SET=name=N changes
     forced       the host overwrites the variables after us in the parent; the children then get them back
-    unless       variable and its values with which the row makes no sense
+    unless       variable and its values with which the row makes no sense; no values: any that the user has set
     only_with    server argument without which the row makes no sense
     only_where   server argument and its value elsewhere than at which the row is for those alone who ask for it
     moot_with    the patch with which it changes nothing, where it is in place

@@ -124,7 +124,7 @@ class Steering:
         handover: dict[str, str] = {}
         for outcome in [c for c in self.outcomes if c.state == ON]:
             row = self.rows[outcome.default]
-            if row.unless and environ.get(row.unless[0], "").lower() in row.unless[1]:
+            if row.unless and self._is_users(row.unless, environ):
                 outcome.state, outcome.reason = NOT_APPLICABLE, f"{row.unless[0]}={environ[row.unless[0]]}"
                 continue
             if row.only_with and not argument(row.only_with, None):
@@ -142,6 +142,10 @@ class Steering:
         if handover:
             environ[HANDOVER] = json.dumps(handover)
         return self.outcomes
+
+    def _is_users(self, unless: tuple[str, tuple[str, ...]], environ: Mapping[str, str]) -> bool:
+        name, values = unless
+        return name in environ and name not in self._ours and (not values or environ[name].lower() in values)
 
     def _apply_row(self, row, outcome, environ, handover, argument, set_argument) -> None:
         applied, kept = [], []

@@ -14,6 +14,7 @@ import pytest
 from build_artifact import write_dist_info
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 from tests.e2e import stages
 from tests.patching.started import CONFIG, RESOLVES
 from tests.patching.stored_folder import stored_folder
@@ -170,7 +171,7 @@ def test_later_releases_resolve_with_our_settings(run, version):
     assert not [name for name, (state, _) in found["states"].items() if state == "USER'S OWN"]
     on = {name for name, (state, _) in found["states"].items() if state == "ON"}
     later = {"prefill_decode_interval"} if version in ("0.5.20", "0.5.23") else set()
-    assert on == {"dealt_index"} | later | ({"prompts_in_halves"} if version == "0.5.23" else set())
+    assert on == {"dealt_index", "grammar_looks"} | later | ({"prompts_in_halves"} if version == "0.5.23" else set())
 
 
 EVERYTHING = """
@@ -341,7 +342,8 @@ def test_in_0_5_23_the_user_decides_and_a_forced_variable_reaches_the_children(r
     assert found["states"]["prefill_decode_interval"] == ["USER'S OWN", "kept prefill_decode_interval=0"]
     assert found["environment"]["SGLANG_OPT_USE_TOPK_V2"] == "False"  # SGLang has the last word in the parent
     handover = json.loads(found["environment"]["_DSV4_SM120_CHILD_ENVIRONMENT"])
-    assert handover == {"SGLANG_OPT_USE_TOPK_V2": "1"}
+    (looks,) = (row.environment for row in DEFAULTS if row.name == "grammar_looks")
+    assert handover == {**looks, "SGLANG_OPT_USE_TOPK_V2": "1"}
 
 
 @pytest.mark.parametrize(

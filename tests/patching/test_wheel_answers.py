@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import json
 import random
-from types import SimpleNamespace
+from array import array
+from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     TOKENIZER_MANAGER,
 )
 from tests.patching.test_wheel_wo_a import QUIET, take
-from tests.patching.wheels import every_release, fetch, since
+from tests.patching.wheels import content, every_release, fetch, since
 
 pytestmark = pytest.mark.usefixtures("served_card")
 
@@ -46,6 +48,7 @@ class Record(SimpleNamespace):
 DETOKENIZER = FIND_PRINTABLE.partition(":")[0]
 DECODES = ("_decode_batch_token_id_output", "_grouped_batch_decode", "_clamp_decode_ids", "trim_matched_stop")
 ANSWER, STEPS = "做得很好🎉🎊 ok", (3, 10, 4, 20)  # the steps end behind 做, within 🎉 and within 🎊
+LENGTH = MappingProxyType({"type": "length"})
 
 
 class Bytes:
@@ -75,7 +78,7 @@ def detokenizer(version, *, ours):
     return made
 
 
-def told(version, text, steps, *, ours) -> str:
+def told(version, text, steps, *, ours, ends=LENGTH) -> str:
     """A stream's text, whose tokens come in such steps."""
     made, ids, pieces = detokenizer(version, ours=ours), list(text.encode()), []
     prompt, at = list(b"prompt"), 0
@@ -88,7 +91,7 @@ def told(version, text, steps, *, ours) -> str:
             "no_stop_trim": False,
         }
         one |= {"read_offsets": len(prompt), "skip_special_tokens": True, "spaces_between_special_tokens": True}
-        one["finished_reasons"] = None if at < len(ids) else {"type": "length"}
+        one["finished_reasons"] = None if at < len(ids) else ends
         batch = SimpleNamespace(**{name: [value] for name, value in one.items()})
         pieces += made._decode_batch_token_id_output(batch)
         if at >= len(ids):
@@ -111,6 +114,29 @@ def test_whatever_the_steps(version):
         assert told(version, text, steps, ours=True) == text
         differ += told(version, text, steps, ours=False) != text
     assert differ > 2
+
+
+@every_release()
+@pytest.mark.parametrize("stop", ["，🎉", "\n🎉", "ok🎉"])
+@pytest.mark.parametrize("within", [1, 2, 3])
+def test_a_stop_that_goes_on_with_such_a_character_is_not_begun(version, stop, within):
+    for before in ("好", "an answer ", "好了", ""):
+        text = before + stop
+        steps = (len(text.encode()) - 4 + within, 4)
+        ends = {"type": "stop", "matched": stop}
+        assert {told(version, text, steps, ours=ours, ends=ends) for ours in (True, False)} == {before}
+
+
+@every_release()
+def test_nothing_is_told_later_than_by_sglang(version):
+    names = {"_is_chinese_char": take(fetch(version), {}, "_is_chinese_char", "sglang.utils")}
+    stock = take(fetch(version), names, "find_printable_text", "sglang.utils")
+    ours, chance, sooner = whole_characters.replace_printable(stock), random.Random(1), 0
+    for _ in range(200):
+        text = "".join(chance.choices(("你好", "🎉", "ok", " ", "，", "\n", "�"), k=chance.randint(0, 6))) + "�"
+        assert text.startswith(ours(text)) and ours(text).startswith(stock(text))
+        sooner += ours(text) != stock(text)
+    assert sooner > 20
 
 
 def test_other_models_and_cards_keep_sglangs_text(elsewhere):
@@ -324,6 +350,19 @@ def test_tokens_that_the_model_does_not_have_are_refused(version):
         assert validates(version, ids, ours=False) is None  # so the row is needed
         with pytest.raises(ValueError, match=rf"token {ids[ids[0] > 0]}; the model's vocabulary is 0 to 11"):
             validates(version, ids, ours=True)
+
+
+@every_release("0.5.14")
+@pytest.mark.parametrize("made", [lambda ids: array("q", ids), np.array, torch.tensor], ids=["array", "numpy", "torch"])
+def test_tokens_in_an_array_are_taken_as_in_a_list(version, made):
+    """`Engine.generate(input_ids=[numpy.array(..), ..])`: SGLang makes its own array of what can be gone through."""
+    text = content(fetch(version), "sglang/srt/managers/tokenizer_manager.py")
+    assert 'array("q", input_ids) if input_ids is not None else None' in text
+    for ids in ([3], [3, VOCABULARY - 1], []):
+        assert array("q", made(ids)) == array("q", ids)
+        assert validates(version, made(ids), ours=False) is validates(version, made(ids), ours=True) is None
+    with pytest.raises(ValueError, match="token 12; the model's vocabulary"):
+        validates(version, made([3, VOCABULARY]), ours=True)
 
 
 def test_elsewhere_tokens_are_not_looked_at(elsewhere):

@@ -36,6 +36,8 @@ def replace_validate(original: Callable) -> Callable:
 
 
 def refuse_unknown(what: str, tokens, size: int) -> None:
-    for token in (min(tokens), max(tokens)) if tokens else ():
+    if tokens is None or not len(tokens):  # a caller in Python may give an array, which has no truth of its own
+        return
+    for token in (min(tokens), max(tokens)):
         if not 0 <= token < size:
             raise ValueError(f"{what} token {token}; the model's vocabulary is 0 to {size - 1}.")

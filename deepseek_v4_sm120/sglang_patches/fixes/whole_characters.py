@@ -6,8 +6,9 @@ character and the next one, which speculation or --stream-interval makes several
 behind an emoji, less is counted as told than was told: once the last character is whole, all of it is told again, also
 in the text of an answer that is not streamed.
 
-Here the text is told up to the character that is not whole, which is never less than was told before. This runs in the
-process that makes text of tokens, where no GPU is asked.
+Here the text is told up to the last of all places at which SGLang's rule would end it, a space or a Chinese character,
+which is never less than was told before. What is behind waits for the character, as in SGLang: it may be the beginning
+of a stop that goes on with that character. This runs in the process that makes text of tokens, where no GPU is asked.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ def replace_printable(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def find_printable_text(text):
-        return text.rstrip(UNKNOWN) if models_served.has_served_card() else original(text)
+        if not models_served.has_served_card():
+            return original(text)
+        end = len(text.rstrip(UNKNOWN))
+        while end and not original(text[end - 1] + UNKNOWN):
+            end -= 1
+        return text[:end]
 
     return find_printable_text
