@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.loaded_python import Loaded
+
 REPO = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(path.stem for path in (REPO / "bench").glob("*.py") if '__name__ == "__main__"' in path.read_text())
 WITHOUT_TORCH = {"features", "measured", "timeline"}
+OF_PYTHON = ("argparse", "unittest.mock", "ssl", "statistics", "csv", "multiprocessing.connection", "http.client")
 
 
 def test_a_help_text_of_one_line_is_a_whole_sentence():
@@ -39,21 +42,28 @@ def test_times_of_loading_without_a_card(torch_python):
     assert done.returncode == 1 and done.stderr.startswith("no GPU: torch ") and done.stderr.count("\n") == 1
 
 
-def without_packages(name: str, *arguments: str) -> subprocess.CompletedProcess:
-    """-S: of this interpreter's packages none is found."""
-    command = [sys.executable, "-S", str(REPO / f"bench/{name}.py"), *arguments]
+@pytest.fixture(scope="module")
+def without_packages(tmp_path_factory):
+    """without_packages(name, *arguments). -S: of this interpreter's packages none is found."""
+    loaded = Loaded(tmp_path_factory.mktemp("bare"), *OF_PYTHON, start=[sys.executable, "-S"])
     environment = {one: value for one, value in os.environ.items() if one != "PYTHONPATH"}
-    return subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
+
+    def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
+        command = [*loaded.command, str(REPO / f"bench/{name}.py"), *arguments]
+        return subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
+
+    yield run
+    loaded.close()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_help_of_a_benchmark_needs_no_package(name):
+def test_the_help_of_a_benchmark_needs_no_package(without_packages, name):
     done = without_packages(name, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}.py") and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("name", sorted({*SCRIPTS} - WITHOUT_TORCH))
-def test_a_benchmark_without_torch(name):
+def test_a_benchmark_without_torch(without_packages, name):
     done = without_packages(name)
     assert done.returncode == 1 and done.stdout == "", done.stderr
     assert done.stderr.startswith(f"{name}.py: torch is not installed for ") and done.stderr.count("\n") == 1

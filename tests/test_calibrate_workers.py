@@ -201,9 +201,9 @@ def test_a_module_that_does_not_load_writes_no_verdict(workers):
         command.measure(["mhc"], SHAPES, command.Clock())
 
 
-def worker_says(jobs, seconds=None):
+def worker_says(python, jobs, seconds=None):
     words = [
-        sys.executable,
+        *python,
         "-m",
         "deepseek_v4_sm120.commands.calibrate.worker",
         *map(json.dumps, (SHAPES, jobs, seconds)),
@@ -213,16 +213,16 @@ def worker_says(jobs, seconds=None):
     return [json.loads(line.removeprefix(worker.MARK)) for line in lines]
 
 
-def test_the_worker_itself_tells_that_there_is_no_gpu():
+def test_the_worker_itself_tells_that_there_is_no_gpu(torch_python):
     jobs = [["sparse_decode", OURS], ["mhc", "torch"]]
-    found = worker_says(jobs)
+    found = worker_says(torch_python(), jobs)
     assert [line["job"] for line in found if "job" in line] == jobs and found.count({"done": True}) == 2
     assert all("sees no CUDA device" in line["problem"] for line in found if "problem" in line) and len(found) == 6
 
 
 def test_a_slow_job_leaves_time_to_those_behind_it(monkeypatch):
     """A job begins no case after its share of what is left; an unused share is for the others."""
-    now, asked, monotonic = [100.0], [], worker.time
+    now, asked, collected, monotonic = [100.0], [], [], worker.time
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def run_job(name, provider_name, shapes, until):
@@ -230,5 +230,8 @@ def test_a_slow_job_leaves_time_to_those_behind_it(monkeypatch):
         now[0] += {"a": 2.0, "b": 12.0, "c": 0.0}[name]
 
     monkeypatch.setattr(worker, "run_job", run_job)
+    # this process has all that the tests before have left
+    monkeypatch.setattr(worker, "gc", SimpleNamespace(collect=lambda: collected.append(now[0])))
     worker.main([json.dumps(SHAPES), json.dumps([["a", OURS], ["b", OURS], ["c", OURS]]), "30.0"])
     assert asked == pytest.approx([10.0, 14.0, 16.0]) and monotonic is time
+    assert collected == [102.0, 114.0, 114.0]

@@ -17,6 +17,8 @@ SGLang.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from deepseek_v4_sm120.reference import index_select, kv_pages
@@ -116,8 +118,10 @@ def finish(pooled: torch.Tensor, norm_weight, norm_eps: float, freqs_cis: torch.
     return x @ hadamard(INDEX_DIM, x.device) if x.shape[1] == INDEX_DIM else x
 
 
+@functools.cache
 def hadamard(size: int, device="cpu") -> torch.Tensor:
-    """Sylvester's matrix times size^-0.5: element (i, j) is negative where i & j has an odd number of bits."""
+    """Sylvester's matrix times size^-0.5: element (i, j) is negative where i & j has an odd number of bits. All callers
+    have the same one."""
     numbers = torch.arange(size, device=device)
     common = numbers[:, None] & numbers
     signs = torch.ones((size, size), dtype=torch.float64, device=device)

@@ -140,3 +140,5 @@ _true_register_fake = torch.library.register_fake
 torch.library.register_fake = _register_fake
 triton.runtime.jit.inspect = types.SimpleNamespace(**{**vars(inspect), "getsourcelines": _lines})  # a seventh of it
 torch._library.utils.get_source = lambda level: "its place"  # of operators, for messages: a tenth of an import
+# whether an operator's module has said that it needs another one, by the paths of all modules: a twentieth
+torch.library.inspect = types.SimpleNamespace(**{**vars(inspect), "getmodule": lambda frame: None})

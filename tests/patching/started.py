@@ -37,6 +37,7 @@ RESOLVES = """
     import sm120_machine
     sys.path += [WHEEL, PACKAGES]
     from sglang.srt.server_args import ServerArgs
+    import sglang.srt.configs.model_config  # as whoever starts a server has: most of what resolving imports
 """
 OURS = ("__main__", "patching.engine", "sglang_patches.table", "sglang_patches.device_gate", "commands.models_table")
 KEPT = 6  # processes that have run it: a tenth of a GB each
@@ -106,7 +107,7 @@ def resolving(tmp_path_factory, places, loaded):
                 made.pop(next(iter(made))).close()
             path = (places["MACHINE"], str(unpacked(version)), places["PACKAGES"])
             environ = environment | {"PYTHONPATH": str(REPO)}
-            modules = ("sm120_machine", "sglang.srt.server_args")
+            modules = ("sm120_machine", "sglang.srt.server_args", "sglang.srt.configs.model_config")
             folder = tmp_path_factory.mktemp("resolving")
             made[key] = Loaded(folder, *modules, path=path, environ=environ, start=[*loaded.command])
         return Python(*made[key].command)

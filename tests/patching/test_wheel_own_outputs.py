@@ -20,8 +20,8 @@ import torch.distributed as dist
 from deepseek_v4_sm120.sglang_patches.fixes import own_outputs as fix
 from tests.forks import renew_thread_pool
 from tests.patching.test_wheel_mhc_sum import Part
-from tests.patching.test_wheel_wo_a import definition, take, tree
-from tests.patching.wheels import RELEASES, since
+from tests.patching.test_wheel_wo_a import definition, take
+from tests.patching.wheels import RELEASES, since, tree
 
 STAGES, STATE = "sglang.srt.managers.scheduler_pp_mixin", "sglang.srt.distributed.parallel_state"
 TURNS, SECONDS, ON_STREAM = 6, 60, "0.5.21"
