@@ -319,9 +319,6 @@ SECTIONS = {
     "sparse_prefill_wide_h200": Section(
         "sparse_decode, prompts: 32 heads at once", "The same bits again.", {"tflops": "TFLOP/s"} | MICROSECONDS
     ),
-    "sparse_prefill_structure_h200": Section(
-        "sparse_decode, prompts as they are", "Consecutive rows of one prompt.", {"tflops": "TFLOP/s"}
-    ),
     "index_select_h200": Section(
         "index_select",
         "Logits, exact top-k and page transform together.",

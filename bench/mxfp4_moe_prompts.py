@@ -116,7 +116,7 @@ def matmul_tflops(size: int = 8192) -> float:
 def fastest_mma_blocks(rows: int, inter: int) -> dict[str, Blocks]:
     """Of both products, with one block_m."""
     with compiled_as(SM120):
-        layer, found = tune_moe.Layer(rows, inter, "w4a16"), {}
+        layer, found = tune_moe.Layer(rows, inter), {}
         for gemm, choices in MMA_BLOCKS.items():
             for blocks in (Blocks(*choice) for choice in choices):
                 try:
@@ -156,7 +156,7 @@ def forms(best: dict[str, Blocks]) -> dict:
         "Triton, mma, SM120's table": mma_form(table.DEFAULT),
         "Triton, mma, fastest": mma_form(best),
         "reproducible": lambda call, weights: op.mxfp4_moe(**call, **weights, reproducible=True),
-        MXFP8: lambda call, weights: op.mxfp4_moe(**call, **weights, activations="mxfp8", wide=True),
+        MXFP8: lambda call, weights: op.mxfp4_moe(**call, **weights, activations="mxfp8"),
     }
 
 

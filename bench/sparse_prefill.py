@@ -351,7 +351,6 @@ def main() -> int:
     parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
     parser.add_argument("--pairs", action="store_true", help="the kernel for few rows in pairs alone")
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 32, 16, 8], help="of --pairs")
-    parser.add_argument("--structure", action="store_true", help="rows as a prompt has them alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_prefill.json")
     arguments = parser.parse_args()
     common.require_gpu()
@@ -366,14 +365,13 @@ def main() -> int:
             run_pairs(report, generator, arguments.quick, arguments.heads)
         report.write(arguments.out)
         return 0
-    for case in [] if arguments.structure else CASES:
+    for case in CASES:
         if not arguments.quick or case.rows == 2048:
             print(run_case(report, case, generator), flush=True)
     for case in STRUCTURED_CASES:
         print(run_case(report, case, generator), flush=True)
-    if not arguments.structure:
-        print(*run_meeting(report, generator), sep="\n")
-        run_page_tables(report, generator)
+    print(*run_meeting(report, generator), sep="\n")
+    run_page_tables(report, generator)
     report.write(arguments.out)
     print(f"quoted, 64 heads: FlashMLA {FLASHMLA}")
     print(

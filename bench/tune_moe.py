@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes ops/triton/mxfp4_moe_table.py for this card: `python3 bench/tune_moe.py [--tp 1 2 4 8] [--dry-run]`.
 
-For each tensor-parallel size, product and number of rows it times every candidate of both grouped GEMMs (graph replay)
+For each tensor-parallel size and number of rows it times every candidate of both grouped GEMMs (graph replay)
 and keeps the fastest pair with one block_m. A candidate must repeat itself to the last bit and agree with the default;
 one that does not, or that this GPU cannot build (shared memory), is passed over with a line. Only the entries of this
 GPU's capability are replaced.
@@ -48,20 +48,11 @@ class WrongResult(Exception):
 class Layer:
     """One layer's weights, rows and scratch for a number of rows."""
 
-    def __init__(self, rows: int, inter: int, product: str):
+    def __init__(self, rows: int, inter: int):
         self.inputs = inputs = make_inputs(Shape(rows, inter=inter), seed=1)
-        self.product = product
         self.routing = op.Routing(inputs.topk_ids, inputs.topk_weights, 0, None, 1.0)
-        pairs, dtype, width = rows * 6, torch.bfloat16, inputs.hidden.shape[1]
-        self.x, self.x_scale, self.h_scale = inputs.hidden, None, None
-        if product == "w4a8":
-            dtype = torch.float8_e4m3fn
-            self.x = torch.empty((rows, width), dtype=dtype, device="cuda")
-            self.x_scale = torch.empty((rows, width // 32), dtype=torch.uint8, device="cuda")
-            self.h_scale = torch.full((pairs, inter // 32), 120, dtype=torch.uint8, device="cuda")
-            kernels.launch_quantize(inputs.hidden, self.x, self.x_scale)
-        self.h = torch.ones((pairs, inter), device="cuda").to(dtype)
-        self.y = torch.empty((pairs, width), dtype=torch.bfloat16, device="cuda")
+        pairs, bf16 = rows * 6, {"dtype": torch.bfloat16, "device": "cuda"}
+        self.h, self.y = torch.ones((pairs, inter), **bf16), torch.empty((pairs, inputs.hidden.shape[1]), **bf16)
         self.results: dict[str, torch.Tensor] = {}
         self.microseconds("gate_up", table.DEFAULT["gate_up"])
         self.microseconds("down", table.DEFAULT["down"])
@@ -70,13 +61,12 @@ class Layer:
         inputs, tiles = self.inputs, op.make_tiles(self.routing, self.inputs.w13.shape[0], blocks.block_m)
 
         def gate_up():
-            arguments = (self.x, self.x_scale, inputs.w13, inputs.w13_scale, tiles, self.h, self.h_scale)
-            options = {"up_first": False, "limit": 10.0, "topk": 6, "product": self.product, "blocks": blocks}
+            arguments = (inputs.hidden, inputs.w13, inputs.w13_scale, tiles, self.h)
+            options = {"up_first": False, "limit": 10.0, "topk": 6, "product": "w4a16", "blocks": blocks}
             kernels.launch_gate_up(*arguments, **options)
 
         def down():
-            arguments = (self.h, self.h_scale, inputs.w2, inputs.w2_scale, tiles, self.y)
-            kernels.launch_down(*arguments, product=self.product, blocks=blocks)
+            kernels.launch_down(self.h, inputs.w2, inputs.w2_scale, tiles, self.y, product="w4a16", blocks=blocks)
 
         call, result = (gate_up, self.h) if gemm == "gate_up" else (down, self.y)
         if gemm == "down":
@@ -103,9 +93,9 @@ def fits(gemm: str, blocks: Blocks, inter: int) -> bool:
     return n % blocks.block_n == 0 and k % blocks.block_k == 0
 
 
-def best_pair(rows: int, inter: int, product: str) -> dict[str, Blocks]:
+def best_pair(rows: int, inter: int) -> dict[str, Blocks]:
     """The fastest blocks of both GEMMs with one block_m."""
-    layer, found = Layer(rows, inter, product), {}
+    layer, found = Layer(rows, inter), {}
     for gemm, block_m in combinations(REST, BLOCK_M):
         for rest in REST[gemm]:
             blocks = Blocks(block_m, *rest)
@@ -120,19 +110,19 @@ def best_pair(rows: int, inter: int, product: str) -> dict[str, Blocks]:
                 found[gemm, block_m] = (microseconds, blocks)
     whole = {m: found["gate_up", m][0] + found["down", m][0] for m in BLOCK_M if all((g, m) in found for g in REST)}
     block_m = min(whole, key=whole.get)
-    print(f"{product}, inter {inter}, {rows} rows: {whole[block_m]:.0f} us with block_m {block_m}", flush=True)
+    print(f"inter {inter}, {rows} rows: {whole[block_m]:.0f} us with block_m {block_m}", flush=True)
     return {gemm: found[gemm, block_m][1] for gemm in REST}
 
 
-def tune(tp_sizes: list[int], products: list[str], row_counts: list[int]) -> list[Entry]:
+def tune(tp_sizes: list[int], row_counts: list[int]) -> list[Entry]:
     major, entries = torch.cuda.get_device_capability()[0], []
-    for tp, product, rows in combinations(tp_sizes, products, row_counts):
+    for tp, rows in combinations(tp_sizes, row_counts):
         inter = 2048 // tp
         shapes = {"gate_up": (inter, 4096), "down": (4096, inter)}
-        for gemm, blocks in best_pair(rows, inter, product).items():
+        for gemm, blocks in best_pair(rows, inter).items():
             limit = 1e9 if rows == max(row_counts) else rows * 6 / 256 * 2
             n, k = shapes[gemm]
-            entries.append(Entry(major, product, gemm, limit, blocks, n=n, k=k))
+            entries.append(Entry(major, gemm, limit, blocks, n=n, k=k))
     return entries
 
 
@@ -156,8 +146,7 @@ def main() -> int:
     arguments = parser.parse_args()
     common.require_gpu()
     major = torch.cuda.get_device_capability()[0]
-    products = ["w4a16", "w4a8"] if major == op.BLOCK_SCALED_MAJOR else ["w4a16"]
-    own = tune(arguments.tp, products, arguments.rows)
+    own = tune(arguments.tp, arguments.rows)
     entries = [entry for entry in table.ENTRIES if entry.major != major] + own
     if arguments.dry_run:
         print("\n".join(map(repr, own)))

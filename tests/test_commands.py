@@ -199,7 +199,7 @@ def test_without_a_command_all_are_listed(run):
 
 @pytest.mark.parametrize("command", ["status", "doctor", "plan"])
 def test_bad_variables_are_one_sentence(run, command):
-    done = run(command, DSV4_SM120_SET="topk_v2")
+    done = run(command, DSV4_SM120_SET="draft_head")
     assert done.returncode == 2 and "DSV4_SM120_SET must be" in done.stderr
 
 
@@ -474,7 +474,7 @@ def test_the_plans_choices_are_added_to_the_users_own():
     for own, wanted in (
         (None, "prefill_graphs=on,dealt_products=on"),
         ("unpadded_heads=off", "prefill_graphs=on,dealt_products=on,unpadded_heads=off"),
-        ("prefill_graphs=off,topk_v2=on", "prefill_graphs=off,dealt_products=on,topk_v2=on"),
+        ("prefill_graphs=off,router_topk=on", "prefill_graphs=off,dealt_products=on,router_topk=on"),
     ):
         added = serve.environment(plan, {} if own is None else {"DSV4_SM120_SET": own}, None)
         assert added["DSV4_SM120_SET"] == wanted

@@ -269,8 +269,8 @@ def test_the_memory_of_the_sums():
     assert 30e6 < reserve(2).bytes < reserve(4).bytes <= 48 << 20 and reserve(4).off_by == 0.0
     assert reserve(1) is None and reserve(4, replaced=("mhc",)) is None
     notes = launch.make(request(gpus=4, replaced=("mhc",))).notes
-    assert any("pcie_ipc" in note for note in notes) and not any(
-        "pcie_ipc" in note for note in launch.make(request(gpus=4)).notes
+    assert any("PCIE_IPC" in note for note in notes) and not any(
+        "PCIE_IPC" in note for note in launch.make(request(gpus=4)).notes
     )
 
 

@@ -343,7 +343,7 @@ def test_sums_of_more_cards_than_have_one_order_are_those_of_a_stage():
     assert any("all_reduce" in text for text in choices.in_vain(request(gpus=4, speculation=None, **four)))
     assert not choices.in_vain(staged(2, 4, **four))
     notes = [*launch.make(staged(4, replaced=but)).notes, *launch.make(staged(4, concurrency=4096, context=1024)).notes]
-    assert not any("pcie_ipc_all_reduce" in note or "will be NCCL's" in note for note in notes)
+    assert not any("PCIE_IPC" in note or "will be NCCL's" in note for note in notes)
 
 
 def test_a_request_by_hand_is_checked_as_one_by_words():

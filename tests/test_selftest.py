@@ -12,6 +12,7 @@ import torch
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import selftest
 from deepseek_v4_sm120.commands.selftest import build_and_layout
+from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.specs import mxfp4_moe
@@ -182,15 +183,14 @@ def test_who_fills_the_card_himself_is_at_fault(own_gib, result, monkeypatch):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_what_an_sm120_card_takes_for_prompts_is_checked(quick):
-    """Wide experts, by MXFP8 too, which is SGLang's default there; Triton's only where all is looked at."""
+    """Wide experts, and those with MXFP8, which is SGLang's default there; Triton's only where all is looked at."""
     asked = {}
     for check in mxfp4_moe.checks(quick):
-        keywords = getattr(check.run, "keywords", {})
-        if "wide" in keywords:
-            asked[keywords["wide"], check.run.args[1]] = check.needs
-    assert set(asked) == {(wide, kind) for wide in (True, *(() if quick else (False,))) for kind in ("bf16", "mxfp8")}
-    assert all("triton" in needs or wide for (wide, _), needs in asked.items())
-    assert not any("block-scaled FP8" in needs for (wide, _), needs in asked.items() if wide)
+        rows, kind, *_ = getattr(check.run, "args", None) or (0, "")
+        if rows > moe_op.DECODE_ROWS:
+            asked[kind, check.run.keywords.get("wide")] = check.needs
+    assert set(asked) == {("bf16", True), ("mxfp8", None), *(() if quick else (("bf16", False),))}
+    assert all(("triton" in needs) == (wide is False) for (_, wide), needs in asked.items())
 
 
 @pytest.mark.gpu

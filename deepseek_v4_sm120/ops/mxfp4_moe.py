@@ -1,8 +1,8 @@
 """Public MXFP4 experts: checks the arguments, chooses the regime, owns the scratch, launches.
 
 Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, which streams the touched experts' weights once. More rows, sorted by
-expert: `_C.mxfp4_moe_sorted`, with the bits of few rows or, `wide`, without; `_C.mxfp4_moe_scaled`, `wide` with MXFP8
-activations; or Triton's grouped GEMMs, with block sizes from triton/mxfp4_moe_table.py.
+expert: `_C.mxfp4_moe_sorted`, with the bits of few rows or, `wide`, without; `_C.mxfp4_moe_scaled`, with MXFP8
+activations; or, in bf16, Triton's grouped GEMMs, with block sizes from triton/mxfp4_moe_table.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120.ops.shared import cuda_tensors, extension, triton_version
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, Call
 
 DECODE_ROWS = 256
 GROUP = 32  # inputs per scale byte
 WGMMA_MAJOR = 9  # compute capability for which Triton multiplies by wgmma; ours is mma.sync
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
-TRITON_ON_121 = (3, 8)  # the first Triton that uses it on 12.1; torch 2.13 and older bring an older one
 _STRIDES = 8  # that rows of bf16 have multiples of: 16 bytes
 _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -66,10 +65,10 @@ def mxfp4_moe(
     expert_map         [ids] int32: id -> local expert or -1, instead of first_expert; or None
     up_first           w13's first half is up, its second the gate
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows both products read E4M3 with a UE8M0 scale per
-                       32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
+                       32 values, by SM120's block-scaled instruction, elsewhere in bf16. Up to 256 it is always bf16
     reproducible       True: one order of exact sums at any number of rows; sizes must be those of few rows
-    wide               above 256 rows that need not be reproducible: True our kernels, False Triton's; None: ours where
-                       Triton has no wgmma and their sizes fit
+    wide               of bf16 above 256 rows that need not be reproducible: True our kernels, False Triton's; None:
+                       ours where Triton has no wgmma and their sizes fit
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
@@ -78,7 +77,7 @@ def mxfp4_moe(
                        batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
                        as zero, 255 as NaN); above for scale bytes 34 to 160
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash, Pro), 512 experts, 3072 pairs at
-                       most; others take the other regime: multiples of 128 (wide: hidden of 256, inter not 128, 640),
+                       most; others take the other regime: multiples of 128 (ours: hidden of 256, inter not 128, 640),
                        at most 1024 experts
     raises             TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                        launch)
@@ -98,7 +97,7 @@ def mxfp4_moe(
     check.on_cuda()
     few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
     if not few and not reproducible:
-        _check_grouped(check, *sizes, activations, wide)
+        _check_grouped(check, *sizes, weights, activations)
     if out is None:
         out = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
     if rows == 0:
@@ -165,13 +164,9 @@ class Routing:
     scaling: float
 
 
-def multiplies_block_scaled(device=None, *, by_triton: bool = True) -> bool:
-    """Whether "mxfp8" is worth it: products by the block-scaled instruction, else bf16 products of the same values.
-    by_triton: by its kernels, not ours."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] != BLOCK_SCALED_MAJOR or not by_triton or capability == (12, 0):
-        return capability[0] == BLOCK_SCALED_MAJOR
-    return triton_version.is_at_least(*TRITON_ON_121)
+def multiplies_block_scaled(device=None) -> bool:
+    """Whether "mxfp8" is worth it: products by the block-scaled instruction, else bf16 products of the same values."""
+    return torch.cuda.get_device_capability(device)[0] == BLOCK_SCALED_MAJOR
 
 
 # ---- few rows
@@ -192,16 +187,15 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, 
 
 
 def _many_rows(hidden, weights: Weights, routing: Routing, limit: float, out, activations, reproducible, wide) -> None:
-    """Triton's kernels are the faster where they multiply by wgmma."""
+    """SM90 keeps Triton's kernels for bf16, which multiply by wgmma there."""
+    if activations == "mxfp8" and not reproducible:
+        return _scaled_rows(hidden, weights, routing, limit, out)
     if wide is None:
         wgmma = torch.cuda.get_device_capability(hidden.device)[0] == WGMMA_MAJOR
         wide = not wgmma and not _wide_problem(weights)
-    if wide and not reproducible and activations == "mxfp8":
-        _scaled_rows(hidden, weights, routing, limit, out)
-    elif wide or reproducible:
-        _sorted_rows(hidden, weights, routing, limit, out, exact=reproducible)
-    else:
-        _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
+    if wide or reproducible:
+        return _sorted_rows(hidden, weights, routing, limit, out, exact=reproducible)
+    return _grouped(hidden, weights, routing, limit, out)
 
 
 def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, exact: bool) -> None:
@@ -347,17 +341,16 @@ def make_tiles(routing: Routing, experts: int, block_m: int) -> Tiles:
     return Tiles(pairs, pair_expert, cut(table, num_whole, block_m))
 
 
-def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out, *, mxfp8: bool) -> None:
+def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
     from deepseek_v4_sm120.ops.triton import mxfp4_moe_table as table
 
     experts, inter = weights.w13.shape[0], weights.w13.shape[1] // 2
     rows_per_expert = routing.ids.numel() / experts
     major = torch.cuda.get_device_capability(hidden.device)[0]
-    product = "w4a8" if mxfp8 else "w4a16"
-    gate_up = table.choose(major, product, "gate_up", rows_per_expert, inter, hidden.shape[1])
-    down = table.choose(major, product, "down", rows_per_expert, hidden.shape[1], inter, block_m=gate_up.block_m)
+    gate_up = table.choose(major, "gate_up", rows_per_expert, inter, hidden.shape[1])
+    down = table.choose(major, "down", rows_per_expert, hidden.shape[1], inter, block_m=gate_up.block_m)
     tiles = make_tiles(routing, experts, gate_up.block_m)
-    run_grouped(hidden, weights, routing, limit, out, tiles, product, gate_up, down)
+    run_grouped(hidden, weights, routing, limit, out, tiles, "w4a16", gate_up, down)
 
 
 def run_grouped(
@@ -369,24 +362,17 @@ def run_grouped(
     device, topk = hidden.device, routing.ids.shape[1]
     inter, pairs = weights.w13.shape[1] // 2, routing.ids.numel()
     packed = [t.view(torch.uint8) for t in (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)]
-    x, x_scale, h_scale, h_dtype = hidden, None, None, out.dtype
-    if product.startswith("w4a8"):
-        h_dtype = torch.float8_e4m3fn
-        x = torch.empty(hidden.shape, dtype=h_dtype, device=device)
-        x_scale = torch.empty((hidden.shape[0], hidden.shape[1] // GROUP), dtype=torch.uint8, device=device)
-        h_scale = torch.empty((pairs, inter // GROUP), dtype=torch.uint8, device=device)
-        kernels.launch_quantize(hidden, x, x_scale)
-    h = torch.empty((pairs, inter), dtype=h_dtype, device=device)
+    h = torch.empty((pairs, inter), dtype=out.dtype, device=device)
     y = torch.empty((pairs, hidden.shape[1]), dtype=out.dtype, device=device)
     kernels.launch_gate_up(
-        *(x, x_scale, packed[0], packed[1], tiles, h, h_scale),
+        *(hidden, packed[0], packed[1], tiles, h),
         up_first=weights.up_first,
         limit=limit,
         topk=topk,
         product=product,
         blocks=gate_up,
     )
-    kernels.launch_down(h, h_scale, packed[2], packed[3], tiles, y, product=product, blocks=down)
+    kernels.launch_down(h, packed[2], packed[3], tiles, y, product=product, blocks=down)
     kernels.launch_combine(y, routing.weights, tiles.pair_expert, out, routed_scaling=routing.scaling)
 
 
@@ -466,13 +452,10 @@ def _check_routing(check: Call, topk_ids, topk_weights, expert_map, rows: int) -
     return shape
 
 
-def _check_grouped(check: Call, hidden: int, inter: int, experts: int, activations: str, wide) -> None:
+def _check_grouped(check: Call, hidden: int, inter: int, experts: int, weights: Weights, activations: str) -> None:
     if experts > (most := extension.load().mxfp4_moe_max_tiled_experts):
         check.refuse("shape", "w13", f"have at most {most} experts", experts)
     check.multiple("hidden.shape[1]", hidden, _GROUPED_MULTIPLE)
     check.multiple("w13.shape[1] / 2", inter, _GROUPED_MULTIPLE)
-    if activations != "mxfp8" or wide:
-        return
-    if (found := torch.cuda.get_device_capability(check.device))[0] != BLOCK_SCALED_MAJOR:
-        needs = f'be on a GPU of capability {BLOCK_SCALED_MAJOR}.x above {DECODE_ROWS} rows for activations "mxfp8"'
-        check.refuse("device", "hidden", needs, f'{found[0]}.{found[1]}; use "bf16"')
+    if activations == "mxfp8" and (problem := _wide_problem(weights)):
+        check.refuse("value", "activations", f'be "bf16" for {problem}', "mxfp8")

@@ -13,7 +13,7 @@ from pathlib import Path
 import deepseek_v4_sm120
 from deepseek_v4_sm120 import REPORT, patching
 from deepseek_v4_sm120.patching import lifetime, report_files
-from deepseek_v4_sm120.patching.steering import NOT_APPLICABLE, OFF, ON
+from deepseek_v4_sm120.patching.steering import NOT_APPLICABLE, ON
 from deepseek_v4_sm120.settings import unknown_variables
 from deepseek_v4_sm120.sglang_patches import device_gate
 
@@ -113,16 +113,11 @@ def as_dict(engine) -> dict:
 
 
 def default_rows(engine) -> list[dict]:
-    """The changed defaults; `moot` is the patch that makes one that is off superfluous here, or None. One that is on by
-    patches alone is as little in place as they are, and their own rows say why."""
+    """The changed defaults. One that is on by patches alone is as little in place as they are, and their own rows say
+    why."""
     in_place, rows = engine.in_place(), engine.steering.as_rows()
     patches = [record.patch for record in engine.records]
     for row in rows:
-        about = engine.steering.rows.get(row["default"])
-        replacing = about.moot_with if about else None
-        row["moot"] = replacing if replacing in in_place and row["state"] == OFF else None
-        if row["moot"]:
-            row["reason"] = f"{replacing} runs in its place"
         by = {patch.name for patch in patches if row["default"] in (patch.name, patch.default)}
         if row["state"] == ON and by and not row["would_set"] and in_place.isdisjoint(by):
             row["state"], row["reason"] = NOT_APPLICABLE, f"without {', '.join(sorted(by))}"

@@ -106,11 +106,9 @@ class Default:
     environment  variable -> value, for variables that the user has not set
     arguments    server argument -> value, where the host still has None or "auto"; VALUE stands for `value`
     value        the number behind VALUE, which DSV4_SM120_SET=name=N changes
-    forced       the host overwrites the variables after us in the parent; the children then get them back
     unless       variable and its values with which the row makes no sense; no values: any that the user has set
     only_with    server argument without which the row makes no sense
     only_where   server argument and its value elsewhere than at which the row is for those alone who ask for it
-    moot_with    the patch with which it changes nothing, where it is in place
     how          what a user does to get the same, or to prevent it, without us
     """
 
@@ -124,11 +122,9 @@ class Default:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, str | int] = field(default_factory=dict)
     value: int | None = None
-    forced: bool = False
     unless: tuple[str, tuple[str, ...]] | None = None
     only_with: str | None = None
     only_where: tuple[str, object] | None = None
-    moot_with: str | None = None
 
 
 VALUE = "<value>"  # in Default.arguments

@@ -4,10 +4,10 @@ Inputs are as production makes them, and hostile ones: experts that no id names 
 scales are NaN and whoever reads them shows it.
 
 Stock follows SGLang's default on SM120: from 0.5.16 on FlashInfer's CUTLASS kernels with MXFP8 activations, before that
-Marlin with bf16. `ours, mxfp8` is what the patch runs under the former above 256 rows; where it is wrong or slower, the
-patch keeps bf16 there. `ours, wide` and `ours, mxfp8, wide`, CUDA kernels for prompts in bf16 and in MXFP8, are what
-runs on cards without wgmma; where one is wrong or slower, Triton's run, which are `ours` and `ours, mxfp8` here. Their
-block sizes are not chosen here, see NOTE.
+Marlin with bf16. `ours, mxfp8, wide` is what the patch runs under the former above 256 rows; where it is wrong or
+slower, the patch keeps bf16 there. `ours, wide`, CUDA kernels for prompts in bf16, are what runs on cards without
+wgmma; where they are wrong or slower, Triton's run, which are `ours` here. Their block sizes are not chosen here, see
+NOTE.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deepseek_v4_sm120.specs.provider import (
     sglang_version,
 )
 
-OURS_MXFP8, OURS_WIDE, OURS_MXFP8_WIDE = f"{OURS}, mxfp8", f"{OURS}, wide", f"{OURS}, mxfp8, wide"
+OURS_WIDE, OURS_MXFP8 = f"{OURS}, wide", f"{OURS}, mxfp8, wide"
 # The error of ours with MXFP8 against float64 of activations rounded so counts so many times
 ROUNDED_COUNTS = bounds.MXFP4_MOE_MXFP8.truth / bounds.MXFP4_MOE_MXFP8_ROUNDED
 ERROR = "relative error against float64"
@@ -191,9 +191,8 @@ def checks(quick: bool) -> Iterator[Check]:
         by, needs = ("wide", ON_GPU) if wide else ("by Triton", (*ON_GPU, "triton"))
         run = functools.partial(_check_rows, 1000, "bf16", bounds.MXFP4_MOE.truth, wide=wide)
         yield Check("mxfp4_moe", f"1000 rows, {by}", run, needs)
-        needs = needs if wide else (*needs, "block-scaled FP8")
-        run = functools.partial(_check_rows, 1000, "mxfp8", bounds.MXFP4_MOE_MXFP8_ROUNDED, wide=wide)
-        yield Check("mxfp4_moe", f"1000 rows, MXFP8, {by}", run, needs)
+    run = functools.partial(_check_rows, 1000, "mxfp8", bounds.MXFP4_MOE_MXFP8_ROUNDED)
+    yield Check("mxfp4_moe", "1000 rows, MXFP8", run, ON_GPU)
     yield Check("mxfp4_moe", "a row alone and among others", _check_batch_invariance, ON_GPU)
     yield Check("mxfp4_moe", "reproducible: many rows and few", _check_reproducible, ON_GPU)
 
@@ -263,7 +262,7 @@ def _is_prefill(case: Case) -> bool:
 
 def max_error(provider: str, case: Case) -> float:
     ways = dict.fromkeys((OURS, OURS_WIDE), bounds.MXFP4_MOE.truth)
-    ways |= dict.fromkeys((OURS_MXFP8, OURS_MXFP8_WIDE), bounds.MXFP4_MOE_MXFP8.truth)
+    ways[OURS_MXFP8] = bounds.MXFP4_MOE_MXFP8.truth
     return ways.get(provider, bounds.MXFP4_MOE.others)
 
 
@@ -312,7 +311,7 @@ class TimingInputs:
 
 def error(provider: str, result, inputs) -> float:
     off = error_of(provider, result, reference.mxfp4_moe(**inputs.arguments()))
-    if provider not in (OURS_MXFP8, OURS_MXFP8_WIDE):
+    if provider != OURS_MXFP8:
         return off
     rounded = reference.mxfp4_moe(**inputs.arguments(), activations="mxfp8")
     return max(off, ROUNDED_COUNTS * strict_error(result, rounded))
@@ -323,24 +322,18 @@ def error(provider: str, result, inputs) -> float:
 
 def providers() -> tuple[Provider, ...]:
     mxfp8, wide = functools.partial(_ours, activations="mxfp8"), functools.partial(_ours, wide=True)
-    mxfp8_wide = functools.partial(_ours, activations="mxfp8", wide=True)
-    mxfp8_wide_problem = functools.partial(_mxfp8_problem, by_triton=False)
     return (
         Provider(OURS, our_problem, _ours, packages=("triton",)),
         Provider(OURS_WIDE, our_problem, wide, _is_prefill, optional=True),
-        Provider(OURS_MXFP8, _mxfp8_problem, mxfp8, _is_prefill, ("triton",), optional=True),
-        Provider(OURS_MXFP8_WIDE, mxfp8_wide_problem, mxfp8_wide, _is_prefill, optional=True),
+        Provider(OURS_MXFP8, _mxfp8_problem, mxfp8, _is_prefill, optional=True),
         Provider(STOCK, _stock_problem, _stock, packages=("sglang",)),
         Provider("marlin", _other_marlin_problem, Marlin, packages=("sglang",)),
         Provider("torch", lambda: None, _torch, lambda case: case.rows <= TORCH_ROWS),
     )
 
 
-def _mxfp8_problem(by_triton: bool = True) -> str | None:
-    if not op.multiplies_block_scaled(by_triton=by_triton):
-        unused = ", or Triton does not use them on it" if by_triton else ""
-        return f"this GPU has no block-scaled instructions{unused}"
-    return our_problem()
+def _mxfp8_problem() -> str | None:
+    return our_problem() if op.multiplies_block_scaled() else "this GPU has no block-scaled instructions"
 
 
 def _ours(activations: str = "bf16", wide: bool = False):

@@ -364,57 +364,28 @@ def test_another_gpu_is_left_to_the_original(served, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "ours", "activations"),
+    ("capability", "left_out", "activations"),
     [
-        ((9, 0), "3.8.0", True, "bf16"),
-        ((12, 1), "3.7.1", True, "mxfp8"),  # by our kernels, whatever Triton does there
-        ((12, 1), "3.7.1", False, "bf16"),
-        ((12, 1), "3.8.0", False, "mxfp8"),
-        ((12, 0), "3.6.0", False, "mxfp8"),
+        ((9, 0), (), "bf16"),
+        ((12, 1), (), "mxfp8"),
+        ((12, 0), (mxfp4_moe.OURS_WIDE,), "mxfp8"),
+        ((12, 0), (mxfp4_moe.OURS_MXFP8,), "bf16"),
     ],
 )
-def test_without_block_scaled_instructions_activations_stay_bf16(
-    capability, version, ours, activations, served, monkeypatch
+def test_activations_are_mxfp8_where_there_are_instructions_and_the_profile_has_them(
+    capability, left_out, activations, served, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr("triton.__version__", version)
-    found = {"mxfp4_moe": {"winner": "ours", "left_out": {} if ours else {mxfp4_moe.OURS_MXFP8_WIDE: "wrong here"}}}
+    found = {"mxfp4_moe": {"winner": "ours", "left_out": dict.fromkeys(left_out, "wrong on this card")}}
     monkeypatch.setattr(patching, "_engine", SimpleNamespace(profile=profile.Profile("p.json", found)))
-    problems = {one.name: one.problem() for one in mxfp4_moe.providers() if one.name in MXFP8_WAYS}
-    has_it, tritons = capability[0] == 12, capability == (12, 0) or version == "3.8.0"
-    for name, is_there in ((mxfp4_moe.OURS_MXFP8_WIDE, has_it), (mxfp4_moe.OURS_MXFP8, has_it and tritons)):
-        assert ("block-scaled" in (problems[name] or "")) is not is_there
-    recorded = RECORDED[3]
-    inputs = engine_inputs(recorded)
-    layer = engine_layer(recorded, inputs)
-    process, apply = replaced(True)
-    process(Method(True), layer)
-    apply(Method(True), layer, dispatched(inputs))
-    assert set(served) == {activations}
-
-
-MXFP8_WAYS = (mxfp4_moe.OURS_MXFP8, mxfp4_moe.OURS_MXFP8_WIDE)
-
-
-@pytest.mark.parametrize(
-    ("ways", "activations", "wide"),
-    [(MXFP8_WAYS[:1], "mxfp8", None), (MXFP8_WAYS[1:], "mxfp8", False), (MXFP8_WAYS, "bf16", None)],
-)
-def test_a_profile_that_leaves_both_ways_of_mxfp8_out_leaves_bf16(ways, activations, wide, served, monkeypatch):
-    left_out = {"mxfp4_moe": {"winner": "ours", "left_out": dict.fromkeys(ways, "wrong on this card")}}
-    asked, operator = [], adapter.op.mxfp4_moe
-    monkeypatch.setattr(
-        adapter.op, "mxfp4_moe", lambda *a, wide, **k: asked.append(wide) or operator(*a, wide=wide, **k)
-    )
-    engine = SimpleNamespace(profile=profile.Profile("p.json", left_out))
-    monkeypatch.setattr(patching, "_engine", engine)
+    [problem] = [one.problem() for one in mxfp4_moe.providers() if one.name == mxfp4_moe.OURS_MXFP8]
+    assert ("block-scaled" in (problem or "")) == (capability[0] != 12)
     inputs = engine_inputs(RECORDED[3])
     layer = engine_layer(RECORDED[3], inputs)
     process, apply = replaced(True)
     process(Method(True), layer)
     apply(Method(True), layer, dispatched(inputs))
-    assert set(served) == {activations} and set(asked) == {wide}
-    assert MXFP8_WAYS == (adapter.WAY_MXFP8, adapter.WAY_MXFP8_WIDE)
+    assert set(served) == {activations} and mxfp4_moe.OURS_MXFP8 == adapter.WAY_MXFP8
 
 
 @pytest.mark.parametrize("left_out", [{}, {mxfp4_moe.OURS_WIDE: "takes 1.20 times as long as ours"}])

@@ -461,22 +461,20 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     found = gathered(tmp_path)
     found.versions = {"sglang": "0.5.23"}
     row = {"patch": "sparse_decode", "state": "BROKEN", "reason": "no such key", "review": ""}
-    default = {"default": "topk_v2", "state": "OFF", "reason": NOT_BY_DEFAULT, "would_set": "X=1", "why": "slow"}
-    default |= {"moot": None}
+    default = {"default": "theirs", "state": "OFF", "reason": NOT_BY_DEFAULT, "would_set": "X=1", "why": "slow"}
     ours = default | {"default": "draft_head", "would_set": ""}  # sets nothing of SGLang's
-    superfluous = default | {"default": "old", "moot": "index_select"}
     process = {"pid": 5, "patches": [row | {"state": "APPLIED"}], "devices_served": {"0": False}}
-    found.status |= {"patches": [row], "defaults": [default, ours, superfluous], "processes": [process]}
+    found.status |= {"patches": [row], "defaults": [default, ours], "processes": [process]}
     found.status["build"] = BUILD | {"problem": "no compiled module"}
     found.status["unknown_choices"] = "DSV4_SM120_SET names x"
     checks = list(software_checks.checks(found))
     assert {"patches": FAIL, "compiled module": FAIL, "process 5": WARN, "DSV4_SM120_SET": FAIL}.items() <= states(
         checks
     ).items()
-    assert "default old" not in states(checks) and "switched off" not in states(checks)
+    assert "switched off" not in states(checks)
     found.status["patches"] = [row | {"state": "OFF", "patch": "mhc", "reason": "DSV4_SM120_SET=mhc=off"}]
     assert finding(software_checks.checks(found), "switched off").found == "mhc by DSV4_SM120_SET=mhc=off"
-    for name in ("topk_v2", "draft_head"):
+    for name in ("theirs", "draft_head"):
         told = finding(checks, f"default {name}")
         assert (told.state, told.fix) == (NOT_RUN, f"to try it: DSV4_SM120_SET={name}=on")
 
@@ -486,7 +484,7 @@ def test_nothing_of_an_untouched_machine_is_to_be_removed_from_variables(tmp_pat
     for release in ("0.5.14", "0.5.17", "0.5.23"):
         rows = Steering(DEFAULTS, Settings(), lambda versions, r=release: SpecifierSet(versions).contains(r)).as_rows()
         found = gathered(tmp_path)
-        found.status["defaults"] = [row | {"moot": None} for row in rows]
+        found.status["defaults"] = rows
         told = [f for f in software_checks.checks(found) if f.check.startswith("default ")]
         assert len(told) >= 3 and {f.state for f in told} == {NOT_RUN}
 
@@ -547,7 +545,7 @@ def test_what_a_reproducible_server_lacks(tmp_path, asked, left_out, note, state
     row = {"reason": "x", "review": "", "state": "READY"}
     patches = [row | {"patch": name} for name in software_checks.REPRODUCIBLE if name not in left_out]
     patches += [row | {"patch": name, "state": "OFF"} for name in left_out]
-    default = {"default": "reproducible", "state": asked, "reason": "x", "would_set": "", "why": "", "moot": None}
+    default = {"default": "reproducible", "state": asked, "reason": "x", "would_set": "", "why": ""}
     process = {
         "pid": 5,
         "patches": [],

@@ -334,7 +334,7 @@ def test_processes_that_have_the_same_variables_are_told_once(tmp_path):
 
 
 def report(**told):
-    row = {"default": "prefill_graphs", "state": "ON", "reason": "DSV4_SM120_SET", "why": "", "moot": None}
+    row = {"default": "prefill_graphs", "state": "ON", "reason": "DSV4_SM120_SET", "why": ""}
     return {"pid": 5, "patches": [], "defaults": [row], "settings": {"shadow": None}, "profile": None, **told}
 
 
@@ -342,7 +342,7 @@ def test_what_a_server_has_set_counts_and_not_what_who_asks_has(tmp_path):
     """`serve` sets it for its child alone."""
     found = gathered(tmp_path)
     found.versions = {"sglang": "0.5.23"}
-    off = {"default": "prefill_graphs", "state": "OFF", "reason": NOT_BY_DEFAULT, "why": "slow", "moot": None}
+    off = {"default": "prefill_graphs", "state": "OFF", "reason": NOT_BY_DEFAULT, "why": "slow"}
     ready = {"patch": "mhc", "state": "READY", "reason": "", "review": ""}
     profile = {"problem": None, "outdated": None, "warnings": [], "left_out": {}, "wrong": {}, "path": "/p"}
     profile["winners"] = {"mhc": "ours"}

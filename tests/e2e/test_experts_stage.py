@@ -102,7 +102,7 @@ def plugin(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for place, names in (
-        (op, ("WGMMA_MAJOR", "BLOCK_SCALED_MAJOR", "multiplies_block_scaled", *module.KERNELS)),
+        (op, ("WGMMA_MAJOR", "BLOCK_SCALED_MAJOR", *module.KERNELS)),
         (adapter, ("replace_marlin_process", "replace_marlin_apply")),
         (index_select, ("has_fp8_mma",)),
         (cuda_tensors, ("num_sms",)),
@@ -124,7 +124,7 @@ def many_rows(monkeypatch, plugin, activations):
         (8, 1024, 2048), (8, 1024, 128), (8, 4096, 256), (8, 4096, 16))), up_first=False)  # fmt: skip
     check = SimpleNamespace(device=None, refuse=lambda *why: ran.append(why), multiple=lambda *_: None)
     monkeypatch.setattr(op.extension, "load", lambda: SimpleNamespace(mxfp4_moe_max_tiled_experts=1024))
-    op._check_grouped(check, 4096, 512, 8, activations, None)
+    op._check_grouped(check, 4096, 512, 8, weights, activations)
     op._many_rows(SimpleNamespace(device=None), weights, None, 10.0, None, activations, False, None)
     return ran, dict(plugin.counts)
 

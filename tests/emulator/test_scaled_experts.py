@@ -1,5 +1,5 @@
 """The experts for many rows with MXFP8 activations, by SM120's block-scaled product of E2M1 and E4M3, which no card of
-another architecture has: against the reference and against Triton's form of the same."""
+another architecture has, against the reference."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import mxfp4_moe
-from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels
 from deepseek_v4_sm120.reference import mxfp4_moe as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs import mxfp4_moe as spec
 from tests.emulator.emulated import emulated, ran
-from tests.emulator.triton_kernels import on_emulator
 
 SCHEDULES = {
     "short turns": {"seed": 1, "most_instructions": 12, "multiprocessors": 3},
@@ -50,14 +48,10 @@ def test_against_the_reference(choices, up_first):
     assert strict_error(experts(inputs, choices), right(inputs)) < bounds.MXFP4_MOE_MXFP8_ROUNDED
 
 
-def test_against_triton():
-    """What it does where the sizes do not fit."""
+def test_what_the_rounding_costs():
+    """Far looser than what it is held to: the truth is of activations as they are."""
     inputs = spec.make_inputs(spec.Shape(40, 256, 256, experts=3, masked=0.1, topk=2), seed=5, device="cpu")
     found = experts(inputs, SCHEDULES["long turns"])
-    with emulated(seed=5, multiprocessors=4, most_instructions=100), on_emulator(kernels):
-        other = mxfp4_moe.mxfp4_moe(**inputs.arguments(), activations="mxfp8", wide=False)
-    assert not ran("scaled_kernel")
-    assert relative_error(found, other.double()) < 0.003
     assert 0.01 < relative_error(found, reference.mxfp4_moe(**inputs.arguments())) < 0.06
 
 

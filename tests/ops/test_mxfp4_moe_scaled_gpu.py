@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def ours(inputs):
-    return op.mxfp4_moe(**inputs.arguments(), activations="mxfp8", wide=True)
+    return op.mxfp4_moe(**inputs.arguments(), activations="mxfp8")
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -75,7 +75,7 @@ def test_in_a_graph():
     found, out = ours(inputs), torch.empty_like(inputs.hidden)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        op.mxfp4_moe(**inputs.arguments(), activations="mxfp8", wide=True, out=out)
+        op.mxfp4_moe(**inputs.arguments(), activations="mxfp8", out=out)
     for _ in range(3):
         out.zero_()
         graph.replay()

@@ -23,7 +23,6 @@ INTERPRETED = Path(__file__).with_name("mxfp4_moe_interpreted.py")
 MAX_SHARED_BYTES = 101_376
 SM120 = 120
 BF16_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-BLOCK_SCALED_MMA = "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
 
 
 @functools.cache
@@ -51,21 +50,15 @@ def test_interpreted_w4a16(name):
     assert interpreted()[name] < 2e-6
 
 
-def test_interpreted_mxfp8():
-    assert interpreted()["MXFP8 scales"] == 0.0
-    assert 0.005 < interpreted()["MXFP8, coarse"] < 0.3
-
-
 # ---- compiled for sm_120a
 
 
-def signature_of(kernel, product: str, blocks: table.Blocks):
+def signature_of(kernel, blocks: table.Blocks):
     """(types, constants, divisibility) as the launches pass them."""
-    activation = "*fp8e4nv" if product == "w4a8" else "*bf16"
-    typed = {"x": activation, "h": activation, "y": "*bf16", "limit": "fp32"}
+    typed = {"x": "*bf16", "h": "*bf16", "y": "*bf16", "limit": "fp32"}
     pointers = dict.fromkeys(("sorted_pairs", "tile_expert", "tile_begin", "tile_end"), "*i32")
-    pointers |= dict.fromkeys(("x_scale", "h_scale", "w13", "w13_scale", "w2", "w2_scale"), "*u8") | typed
-    constants = {"TOPK": 6, "PRODUCT": product, "BLOCK_M": blocks.block_m, "BLOCK_N": blocks.block_n}
+    pointers |= dict.fromkeys(("w13", "w13_scale", "w2", "w2_scale"), "*u8") | typed
+    constants = {"TOPK": 6, "PRODUCT": "w4a16", "BLOCK_M": blocks.block_m, "BLOCK_N": blocks.block_n}
     constants |= {"BLOCK_K": blocks.block_k, "STAGES": blocks.stages}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
@@ -78,7 +71,7 @@ def signature_of(kernel, product: str, blocks: table.Blocks):
 
 
 @functools.cache
-def compiled(gemm: str, product: str, blocks: table.Blocks, arch: int = SM120):
+def compiled(gemm: str, blocks: table.Blocks):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -86,8 +79,8 @@ def compiled(gemm: str, product: str, blocks: table.Blocks, arch: int = SM120):
     from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels
 
     kernel = {"gate_up": kernels._gate_up_kernel, "down": kernels._down_kernel}[gemm]
-    source = ASTSource(kernel, *signature_of(kernel, product, blocks))
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": blocks.warps})
+    source = ASTSource(kernel, *signature_of(kernel, blocks))
+    return triton.compile(source, target=GPUTarget("cuda", SM120, 32), options={"num_warps": blocks.warps})
 
 
 def resources(ptx: str) -> tuple[int, int]:
@@ -117,34 +110,22 @@ def machine_instructions(cubin: bytes) -> set[str]:
 
 
 def configurations() -> list:
-    """Every entry of the table for capability 12, and the default for both products."""
-    found = {(gemm, product, table.DEFAULT[gemm]) for gemm in table.DEFAULT for product in ("w4a16", "w4a8")}
-    found |= {(e.gemm, e.product, e.blocks) for e in table.ENTRIES if e.major == 12}
+    """Every entry of the table for capability 12, and the default."""
+    found = set(table.DEFAULT.items()) | {(e.gemm, e.blocks) for e in table.ENTRIES if e.major == 12}
     return sorted(found, key=str)
 
 
-@pytest.mark.parametrize("gemm, product, blocks", configurations(), ids=str)
-def test_a_configuration_fits_sm_120a_and_uses_the_intended_instructions(gemm, product, blocks):
-    kernel = compiled(gemm, product, blocks)
+@pytest.mark.parametrize("gemm, blocks", configurations(), ids=str)
+def test_a_configuration_fits_sm_120a_and_uses_the_intended_instructions(gemm, blocks):
+    kernel = compiled(gemm, blocks)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= MAX_SHARED_BYTES
     registers, spilled = resources(ptx)
     assert registers <= 255 and spilled == 0
-    wanted, other = (BLOCK_SCALED_MMA, BF16_MMA) if product == "w4a8" else (BF16_MMA, BLOCK_SCALED_MMA)
-    assert ptx.count(wanted) > 0 and ptx.count(other) == 0
-    assert "cp.async" in ptx
-    # which give the other operand for a NaN, here SwiGLU's limit; MXFP8's scales ask for the greatest of 32
-    assert not re.search(r"\bmin(\.ftz)?\.f32\b" if product == "w4a8" else r"\b(min|max)(\.ftz)?\.f32\b", ptx)
+    assert BF16_MMA in ptx and "cp.async" in ptx
+    assert not re.search(r"\b(min|max)(\.ftz)?\.f32\b", ptx)  # which give the other operand for a NaN, SwiGLU's limit
     found = machine_instructions(kernel.asm["cubin"])
-    expected = "QMMA.SF" if product == "w4a8" else "HMMA"
-    assert found and all(name.startswith(expected) for name in found), found
-
-
-def test_which_triton_uses_the_block_scaled_instruction_on_a_gb10(monkeypatch):
-    """3.7.1 does not, 3.8.0 does (compiled here and by hand)."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 1))
-    ptx = compiled("down", "w4a8", table.DEFAULT["down"], SM120 + 1).asm["ptx"]
-    assert op.multiplies_block_scaled() == (BLOCK_SCALED_MMA in ptx) and (BF16_MMA in ptx) != (BLOCK_SCALED_MMA in ptx)
+    assert found and all(name.startswith("HMMA") for name in found), found
 
 
 # ---- tables and tiles
@@ -152,12 +133,11 @@ def test_which_triton_uses_the_block_scaled_instruction_on_a_gb10(monkeypatch):
 
 def test_every_call_finds_blocks():
     for major in (9, 12):
-        for product in ("w4a16", "w4a8"):
-            for pairs_per_expert in (0.1, 3, 100, 1e4):
-                up = table.choose(major, product, "gate_up", pairs_per_expert, 1024, 4096)
-                down = table.choose(major, product, "down", pairs_per_expert, 4096, 1024, block_m=up.block_m)
-                assert up.block_m == down.block_m and 128 % up.block_n == 0 and 4096 % down.block_n == 0
-    assert table.choose(7, "w4a16", "down", 5, 1, 1) == table.DEFAULT["down"]
+        for pairs_per_expert in (0.1, 3, 100, 1e4):
+            up = table.choose(major, "gate_up", pairs_per_expert, 1024, 4096)
+            down = table.choose(major, "down", pairs_per_expert, 4096, 1024, block_m=up.block_m)
+            assert up.block_m == down.block_m and 128 % up.block_n == 0 and 4096 % down.block_n == 0
+    assert table.choose(7, "down", 5, 1, 1) == table.DEFAULT["down"]
 
 
 @pytest.mark.parametrize("ids, masked", [("uniform", 0.0), ("edges", 0.0), ("one", 0.0), ("uniform", 0.6)])

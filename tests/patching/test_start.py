@@ -336,14 +336,13 @@ def test_the_speculation_that_the_stages_and_the_plan_ask_for(run, places, versi
     assert of_eagle["num_draft_tokens"] == 3
 
 
-def test_in_0_5_23_the_user_decides_and_a_forced_variable_reaches_the_children(run):
-    found = run(RESOLVE, more="{'prefill_decode_interval': 0}", version="0.5.23", DSV4_SM120_SET="topk_v2=on")
+def test_in_0_5_23_the_user_decides_and_a_variable_reaches_the_children(run):
+    found = run(RESOLVE, more="{'prefill_decode_interval': 0}", version="0.5.23", DSV4_SM120_SET="reproducible=on")
     assert found["arguments"]["prefill_decode_interval"] == 0
     assert found["states"]["prefill_decode_interval"] == ["USER'S OWN", "kept prefill_decode_interval=0"]
-    assert found["environment"]["SGLANG_OPT_USE_TOPK_V2"] == "False"  # SGLang has the last word in the parent
     handover = json.loads(found["environment"]["_DSV4_SM120_CHILD_ENVIRONMENT"])
     (looks,) = (row.environment for row in DEFAULTS if row.name == "grammar_looks")
-    assert handover == {**looks, "SGLANG_OPT_USE_TOPK_V2": "1"}
+    assert handover == {**looks, "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL": "0"}
 
 
 @pytest.mark.parametrize(

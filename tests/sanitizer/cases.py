@@ -443,7 +443,7 @@ def _moe_calls() -> Iterator[tuple[str, moe_spec.Shape, dict, int | None]]:
         yield f"70 rows, as a prompt's{name}", few, {**given, "wide": True}, 0
     prompt = moe_spec.Shape(40, hidden=768, inter=896, experts=4, topk=2, masked=0.1, wide_scales=True)
     yield "40 rows, wide", prompt, {"wide": True}, None
-    yield "40 rows, wide, MXFP8", prompt, {"wide": True, "activations": "mxfp8"}, None
+    yield "40 rows, MXFP8", prompt, {"activations": "mxfp8"}, None
     yield "40 rows, Triton", moe_spec.Shape(40, hidden=512, inter=256, experts=4, topk=2), {"wide": False}, None
 
 

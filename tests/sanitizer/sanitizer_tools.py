@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OURS = "4dsv4"  # in the mangled names of all CUDA kernels of ours: their namespace
-TRITON = ("_gate_up_kernel", "_down_kernel", "_combine_kernel", "_quantize_kernel")
+TRITON = ("_gate_up_kernel", "_down_kernel", "_combine_kernel")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PADDING = 4096
 PREFIX = "========="

@@ -28,7 +28,7 @@ def _are_rows(found, *texts: str) -> bool:
 
 _SHAPES = {
     "patches": lambda found: _are_rows(found, "patch", "state", "reason"),
-    "defaults": lambda found: _are_rows(found, "default", "state", "reason", "why") and all("moot" in r for r in found),
+    "defaults": lambda found: _are_rows(found, "default", "state", "reason", "why"),
     "settings": lambda found: isinstance(found, dict),
     "profile": lambda found: found is None or _is_profile(found),
 }

@@ -337,7 +337,7 @@ def _all_reduce(a: Answers) -> Iterator[Finding]:
         found = "ours, or NCCL at 21 to 30 us a sum: not known without reports"
         yield not_run("all-reduce", found, "start server and doctor with DSV4_SM120_REPORT=<one folder>")
     elif tp > 2:
-        fix = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1 (0.5.22 and later); DSV4_SM120_SET=pcie_ipc_all_reduce=on does it"
+        fix = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1 (0.5.22 and later)"
         if a.version >= (0, 5, 22):
             found, cost = (
                 "NCCL, unless the PCIe kernel is on; the server does not tell",

@@ -216,8 +216,6 @@ def _layers(facts: Facts) -> Iterator[Finding]:
 def _defaults(facts: Facts) -> Iterator[Finding]:
     for row in served.told(facts, "defaults") or []:
         name = f"default {row['default']}"
-        if row["moot"]:
-            continue
         if row["state"] == "OFF" and row["reason"] == NOT_BY_DEFAULT:
             yield not_run(name, f"off: {row['why']}", f"to try it: DSV4_SM120_SET={row['default']}=on")
         elif row["state"] == "OFF":

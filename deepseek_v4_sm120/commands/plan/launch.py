@@ -364,7 +364,7 @@ def _notes(plan: Plan) -> None:
     if r.ranks > 2 and r.nodes == 1 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
-            "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"
+            "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1 (35% of a step at TP8 elsewhere)"
         )
     plan.notes += choices.in_vain(r)
     if r.ranks > 1 and r.sums_are_ours and r.most_rows > all_reduce_sizes.MAX_ROWS:

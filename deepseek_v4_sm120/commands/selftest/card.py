@@ -381,7 +381,7 @@ def judge_block_scaled(multiply: Callable, torch) -> str:
             kind = "small integers" if exact else "normal values"
             raise Failure(
                 f"{kind}: error {error:.1e} of the sum of magnitudes, allowed {allowed:.1e}: mxfp4_moe with MXFP8 "
-                "activations (Triton's dot_scaled) is wrong on this card"
+                "activations is wrong on this card"
             )
         worst = max(worst, error)
     return f"small integers exactly; normal values with error {worst:.1e} of the sum of magnitudes"

@@ -7,24 +7,13 @@
 Weights are the checkpoint's own bytes: E2M1, low nibble first, one UE8M0 byte per 32 inputs. A program takes BLOCK_M
 sorted pairs of one expert (tile_expert names it; a tile past the end has -1) and BLOCK_N outputs.
 
-W4A16: activations bf16, weights exact, products bf16 x bf16 -> fp32. W4A8: activations MXFP8 (E4M3, a UE8M0 byte per
-32), weights as E4M3 bytes, which holds every E2M1 value: sm_120 has a block-scaled instruction for the two, other
-architectures get bf16 products of the same values.
+W4A16: activations bf16, weights exact, products bf16 x bf16 -> fp32.
 """
 
 import triton
 import triton.language as tl
 
 COMBINE_BLOCK = 1024
-
-
-@triton.jit
-def _expand_e4m3(packed):
-    """uint8 [n, k / 2] of two E2M1 codes -> E4M3 [n, k] of the codes times 2^-6 (exact)."""
-    low = ((packed & 0x08) << 4) | ((packed & 0x07) << 2)
-    high = (packed & 0x80) | ((packed & 0x70) >> 2)
-    both = tl.join(low, high)
-    return both.reshape(packed.shape[0], 2 * packed.shape[1]).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -46,30 +35,19 @@ def _power(scale):
 
 
 @triton.jit
-def _multiply(acc, x, x_scale, w, w_scale, PRODUCT: tl.constexpr):
+def _multiply(acc, x, w, w_scale, PRODUCT: tl.constexpr):
     """acc [m, n] + x [m, k] times the weights w uint8 [n, k / 2], w_scale uint8 [n, k / 32]."""
-    if PRODUCT == "w4a8":
-        # the 2^6 that _expand_e4m3 leaves out; a scale byte above 248 has no place in a checkpoint
-        lifted = (w_scale + 6).to(tl.uint8)
-        acc = tl.dot_scaled(x, x_scale, "e4m3", _expand_e4m3(w).T, lifted, "e4m3", acc)
-    elif PRODUCT == "w4a16":
+    if PRODUCT == "w4a16":
         acc = tl.dot_scaled(x, None, "bf16", w.T, w_scale, "e2m1", acc, fast_math=True)
-    elif PRODUCT == "w4a16_integers":
-        acc = tl.dot(x, _expand_bf16(w, w_scale).T, acc)
-    elif PRODUCT == "w4a16_interpreted":  # Triton's interpreter multiplies neither bf16 nor scaled operands
+    else:  # Triton's interpreter multiplies neither bf16 nor scaled operands
+        tl.static_assert(PRODUCT == "w4a16_interpreted")
         acc = tl.dot(x.to(tl.float32), _expand_bf16(w, w_scale).to(tl.float32).T, acc)
-    else:
-        tl.static_assert(PRODUCT == "w4a8_interpreted")
-        groups = x.to(tl.float32).reshape(x.shape[0], x_scale.shape[1], 32)
-        kept = (groups * _power(x_scale)[:, :, None]).reshape(x.shape[0], x.shape[1])
-        acc = tl.dot(kept, _expand_bf16(w, w_scale).to(tl.float32).T, acc)
     return acc
 
 
 @triton.jit
 def _gate_up_kernel(
     x,
-    x_scale,
     w13,
     w13_scale,
     sorted_pairs,
@@ -77,7 +55,6 @@ def _gate_up_kernel(
     tile_begin,
     tile_end,
     h,
-    h_scale,
     stride_x,
     stride_expert,
     stride_expert_scale,
@@ -106,39 +83,30 @@ def _gate_up_kernel(
     gate_scale = w13_scale + expert * stride_expert_scale + gate_row * (hidden // 32)
     up_distance = (up_row - gate_row) * (hidden // 2)
     up_scale_distance = (up_row - gate_row) * (hidden // 32)
-    A8: tl.constexpr = PRODUCT.startswith("w4a8")
     o_m = begin + tl.arange(0, BLOCK_M)
     m_m = o_m < end
     row = (tl.load(sorted_pairs + o_m, mask=m_m, other=0) // TOPK).to(tl.int64)
     o_n = first_n + tl.arange(0, BLOCK_N)
     o_group = tl.arange(0, BLOCK_K // 32)
     p_x = x + row[:, None] * stride_x + tl.arange(0, BLOCK_K)[None, :]
-    p_xs = x_scale + row[:, None] * (hidden // 32) + o_group[None, :]
     p_w = w_gate + o_n[:, None] * (hidden // 2) + tl.arange(0, BLOCK_K // 2)[None, :]
     p_s = gate_scale + o_n[:, None] * (hidden // 32) + o_group[None, :]
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, hidden // BLOCK_K, num_stages=STAGES):
         b_x = tl.load(p_x + k * BLOCK_K, mask=m_m[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
-        b_xs = tl.load(p_xs + k * (BLOCK_K // 32), mask=m_m[:, None], other=0) if A8 else None
         b_w = tl.load(p_w + k * (BLOCK_K // 2))  # [BLOCK_N, BLOCK_K / 2]
         b_s = tl.load(p_s + k * (BLOCK_K // 32))  # [BLOCK_N, BLOCK_K / 32]
-        gate = _multiply(gate, b_x, b_xs, b_w, b_s, PRODUCT)
+        gate = _multiply(gate, b_x, b_w, b_s, PRODUCT)
         b_w = tl.load(p_w + up_distance + k * (BLOCK_K // 2))
         b_s = tl.load(p_s + up_scale_distance + k * (BLOCK_K // 32))
-        up = _multiply(up, b_x, b_xs, b_w, b_s, PRODUCT)
+        up = _multiply(up, b_x, b_w, b_s, PRODUCT)
     gate = _at_most(gate, limit)
     up = _at_most(up, limit)
     up = tl.where(up < -limit, up * 0.0 - limit, up)
     b_h = gate / (1.0 + tl.exp(-gate)) * up
     p_h = h + o_m.to(tl.int64)[:, None] * inter + o_n[None, :]
-    if A8:
-        kept, exponent = _mxfp8(b_h, BLOCK_M, BLOCK_N)
-        tl.store(p_h, kept, mask=m_m[:, None])
-        o_scale = first_n // 32 + tl.arange(0, BLOCK_N // 32)
-        tl.store(h_scale + o_m.to(tl.int64)[:, None] * (inter // 32) + o_scale[None, :], exponent, mask=m_m[:, None])
-    else:
-        tl.store(p_h, b_h.to(h.dtype.element_ty), mask=m_m[:, None])
+    tl.store(p_h, b_h.to(h.dtype.element_ty), mask=m_m[:, None])
 
 
 @triton.jit
@@ -149,35 +117,8 @@ def _at_most(values, limit):
 
 
 @triton.jit
-def _mxfp8(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """float32 [ROWS, COLUMNS] -> (E4M3 [ROWS, COLUMNS], UE8M0 uint8 [ROWS, COLUMNS / 32]), the scale rounded up."""
-    groups = values.reshape(ROWS, COLUMNS // 32, 32)
-    greatest = tl.max(tl.abs(groups), axis=2)
-    bits = greatest.to(tl.int32, bitcast=True)
-    # 448 is 1.75 * 2^8: a mantissa above 1.75 needs the next power of two
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    kept = (groups * inverse[:, :, None]).reshape(ROWS, COLUMNS).to(tl.float8e4nv)
-    return kept, exponent.to(tl.uint8)
-
-
-@triton.jit
-def _quantize_kernel(x, out, scale, stride_x, columns, BLOCK: tl.constexpr):
-    """bf16 [rows, columns] -> E4M3 and UE8M0 per 32; a program takes BLOCK columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + row * stride_x + o_n)[None, :].to(tl.float32)
-    kept, exponent = _mxfp8(values, 1, BLOCK)
-    tl.store(out + row * columns + o_n[None, :], kept)
-    o_group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    tl.store(scale + row * (columns // 32) + o_group[None, :], exponent)
-
-
-@triton.jit
 def _down_kernel(
     h,
-    h_scale,
     w2,
     w2_scale,
     sorted_pairs,
@@ -206,22 +147,19 @@ def _down_kernel(
     first_n = (pid % tiles_n) * BLOCK_N
     w = w2 + expert * stride_expert
     w_scale = w2_scale + expert * stride_expert_scale
-    A8: tl.constexpr = PRODUCT.startswith("w4a8")
     o_m = begin + tl.arange(0, BLOCK_M)
     m_m = o_m < end
     o_n = first_n + tl.arange(0, BLOCK_N)
     o_group = tl.arange(0, BLOCK_K // 32)
     p_h = h + o_m.to(tl.int64)[:, None] * inter + tl.arange(0, BLOCK_K)[None, :]
-    p_hs = h_scale + o_m.to(tl.int64)[:, None] * (inter // 32) + o_group[None, :]
     p_w = w + o_n[:, None] * (inter // 2) + tl.arange(0, BLOCK_K // 2)[None, :]
     p_s = w_scale + o_n[:, None] * (inter // 32) + o_group[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, inter // BLOCK_K, num_stages=STAGES):
         b_h = tl.load(p_h + k * BLOCK_K, mask=m_m[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
-        b_hs = tl.load(p_hs + k * (BLOCK_K // 32), mask=m_m[:, None], other=0) if A8 else None
         b_w = tl.load(p_w + k * (BLOCK_K // 2))  # [BLOCK_N, BLOCK_K / 2]
         b_s = tl.load(p_s + k * (BLOCK_K // 32))
-        acc = _multiply(acc, b_h, b_hs, b_w, b_s, PRODUCT)
+        acc = _multiply(acc, b_h, b_w, b_s, PRODUCT)
     pair = tl.load(sorted_pairs + o_m, mask=m_m, other=0).to(tl.int64)
     tl.store(y + pair[:, None] * hidden + o_n[None, :], acc.to(y.dtype.element_ty), mask=m_m[:, None])
 
@@ -255,16 +193,15 @@ def _combine_kernel(
 # ---- launches: grids and argument order, nothing else
 
 
-def launch_gate_up(x, x_scale, w13, w13_scale, tiles, h, h_scale, *, up_first, limit, topk, product, blocks):
-    """tiles: ops' Tiles; blocks: the table's Blocks. h is [pairs, inter] in sorted order. Scales None: bf16.
+def launch_gate_up(x, w13, w13_scale, tiles, h, *, up_first, limit, topk, product, blocks):
+    """tiles: ops' Tiles; blocks: the table's Blocks. h is [pairs, inter] in sorted order.
 
     One launch for each height of tiles: block_m, and a half and a quarter of it for what is left over.
     """
     hidden, inter = x.shape[1], w13.shape[1] // 2
-    x_scale, h_scale = (w13_scale, w13_scale) if x_scale is None else (x_scale, h_scale)  # a pointer that is not read
     for height, (expert, begin, end) in tiles.lists:
         _gate_up_kernel[(expert.shape[0] * (inter // blocks.block_n),)](
-            *(x, x_scale, w13, w13_scale, tiles.pairs, expert, begin, end, h, h_scale),
+            *(x, w13, w13_scale, tiles.pairs, expert, begin, end, h),
             *(x.stride(0), w13.stride(0), w13_scale.stride(0)),
             *((inter, 0) if up_first else (0, inter)),
             *(limit, hidden, inter),
@@ -274,13 +211,12 @@ def launch_gate_up(x, x_scale, w13, w13_scale, tiles, h, h_scale, *, up_first, l
         )
 
 
-def launch_down(h, h_scale, w2, w2_scale, tiles, y, *, product, blocks):
+def launch_down(h, w2, w2_scale, tiles, y, *, product, blocks):
     """y is [pairs, hidden] in the pairs' own order."""
     hidden, inter = w2.shape[1], h.shape[1]
-    h_scale = w2_scale if h_scale is None else h_scale  # a pointer that is not read
     for height, (expert, begin, end) in tiles.lists:
         _down_kernel[(expert.shape[0] * (hidden // blocks.block_n),)](
-            *(h, h_scale, w2, w2_scale, tiles.pairs, expert, begin, end, y),
+            *(h, w2, w2_scale, tiles.pairs, expert, begin, end, y),
             *(w2.stride(0), w2_scale.stride(0), hidden, inter),
             PRODUCT=product,
             **_meta(height, blocks),
@@ -295,13 +231,6 @@ def _meta(block_m: int, blocks) -> dict:
         "STAGES": blocks.stages,
         "num_warps": blocks.warps,
     }
-
-
-def launch_quantize(x, out, scale):
-    """bf16 [rows, columns] -> E4M3 and UE8M0 per 32 columns."""
-    rows, columns = x.shape
-    block = next(size for size in (1024, 512, 256, 128, 64, 32) if columns % size == 0)
-    _quantize_kernel[(rows, columns // block)](x, out, scale, x.stride(0), columns, BLOCK=block, num_warps=4)
 
 
 def launch_combine(y, topk_weights, pair_expert, out, *, routed_scaling):

@@ -2,7 +2,7 @@
 run time.
 
 A bucket is the first entry whose `pairs_per_expert` is not below the call's; an exact (N, K) wins over (None, None).
-DEFAULT serves every capability, product and shape that the table does not name.
+DEFAULT serves every capability and shape that the table does not name.
 
 Four warps: with eight, Triton 3.6 compiles the down projection for sm_90 into a race (docs/notes/mxfp4_moe.md).
 """
@@ -24,7 +24,6 @@ class Blocks:
 @dataclass(frozen=True)
 class Entry:
     major: int  # compute capability
-    product: str  # w4a16, w4a8
     gemm: str  # gate_up, down
     pairs_per_expert: float  # up to so many
     blocks: Blocks
@@ -35,17 +34,17 @@ class Entry:
 DEFAULT = {"gate_up": Blocks(64, 64, 64, 3, 4), "down": Blocks(64, 128, 64, 3, 4)}
 
 ENTRIES: tuple[Entry, ...] = (  # fmt: skip
-    Entry(9, "w4a16", "gate_up", 1e9, Blocks(128, 64, 128, 3, 4)),
-    Entry(9, "w4a16", "down", 1e9, Blocks(128, 128, 64, 3, 4)),
+    Entry(9, "gate_up", 1e9, Blocks(128, 64, 128, 3, 4)),
+    Entry(9, "down", 1e9, Blocks(128, 128, 64, 3, 4)),
 )
 
 
-def choose(major, product, gemm, pairs_per_expert, n, k, *, block_m=None) -> Blocks:
+def choose(major, gemm, pairs_per_expert, n, k, *, block_m=None) -> Blocks:
     """Blocks for a call. block_m: only entries with it count, and the default gets it: both GEMMs share tiles."""
     fitting = [
         e
         for e in ENTRIES
-        if (e.major, e.product, e.gemm) == (major, product, gemm)
+        if (e.major, e.gemm) == (major, gemm)
         and pairs_per_expert <= e.pairs_per_expert
         and (e.n, e.k) in ((n, k), (None, None))
         and block_m in (None, e.blocks.block_m)

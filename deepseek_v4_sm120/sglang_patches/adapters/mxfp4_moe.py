@@ -11,9 +11,8 @@ Bytes for one layout can be of the other's size and type, so what writes a kept 
 (load_format="direct", a --custom-weight-loader).
 
 The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
-W4A8 where the GPU has block-scaled instructions and the profile does not leave that out (on a GB10 Triton's kernels,
-where it leaves out ours, use them from SGLang 0.5.22 on). Up to 256 rows it is W4A16, and at all rows where the server
-is reproducible.
+W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 256 rows it is W4A16,
+and at all rows where the server is reproducible.
 
 Who applies the routed scaling (1.5): never these methods. Up to 0.5.18 the model does, behind the experts, for exactly
 these classes; from 0.5.19 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
@@ -48,9 +47,8 @@ from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "mxfp4_moe"
-WAY_MXFP8 = "ours, mxfp8"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
+WAY_MXFP8 = "ours, mxfp8, wide"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
 WAY_WIDE = "ours, wide"  # likewise; leaves Triton's kernels for prompts in bf16
-WAY_MXFP8_WIDE = "ours, mxfp8, wide"  # likewise; leaves Triton's with MXFP8, or bf16 if they are left out too
 
 TWICE = (
     f"{PATCH}: shadow mode holds the experts twice, for which two cards of 96 GB have no room: "
@@ -128,9 +126,8 @@ def scale_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _experts(method, layer, *, mxfp8: bool) -> Experts:
-    by_triton = patching.left_out(PATCH, WAY_MXFP8_WIDE) is not None
-    mxfp8 = mxfp8 and op.multiplies_block_scaled(layer.w13_weight.device, by_triton=by_triton)
-    mxfp8 = mxfp8 and any(patching.left_out(PATCH, way) is None for way in (WAY_MXFP8, WAY_MXFP8_WIDE))
+    mxfp8 = mxfp8 and op.multiplies_block_scaled(layer.w13_weight.device)
+    mxfp8 = mxfp8 and patching.left_out(PATCH, WAY_MXFP8) is None
     ids_are_global = bool(getattr(layer.dispatcher, "skip_local_expert_mapping", False))
     return Experts(
         w13=layer.w13_weight.data,
@@ -141,7 +138,7 @@ def _experts(method, layer, *, mxfp8: bool) -> Experts:
         up_first=bool(getattr(method, "load_up_proj_weight_first", False)),
         swiglu_limit=layer.moe_runner_config.swiglu_limit,
         activations="mxfp8" if mxfp8 else "bf16",
-        wide=None if patching.left_out(PATCH, WAY_MXFP8_WIDE if mxfp8 else WAY_WIDE) is None else False,
+        wide=None if patching.left_out(PATCH, WAY_WIDE) is None else False,
     )
 
 

@@ -64,9 +64,7 @@ def scaled():
     from deepseek_v4_sm120.ops import mxfp4_moe as op
     from deepseek_v4_sm120.sglang_patches.adapters import mxfp4_moe as adapter
 
-    wide()
     op.BLOCK_SCALED_MAJOR = HOPPER
-    op.multiplies_block_scaled = lambda device=None, *, by_triton=True: True
     adapter.replace_marlin_process = adapter.replace_cutlass_process
     adapter.replace_marlin_apply = adapter.replace_cutlass_apply
 
