@@ -21,7 +21,8 @@ from deepseek_v4_sm120.sglang_patches.rows.wo_a import MODEL
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
 from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
 from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope
-from tests.patching.wheels import WheelSources, every_release, since, tree
+from tests.patching import wheels
+from tests.patching.wheels import WheelSources, every_release, since
 
 LAYERS = 2
 STREAMING = "_dequant_fp8_wo_a_streaming"
@@ -80,7 +81,7 @@ def source(wheel, module=MODEL) -> str:
 
 
 def definition(wheel, qualname, module=MODEL):
-    return contract.find_definition(tree(wheel, module), qualname)
+    return wheels.definition(wheel, module, qualname)
 
 
 @functools.cache

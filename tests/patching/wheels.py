@@ -8,11 +8,13 @@ import contextlib
 import fcntl
 import functools
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,7 +98,20 @@ def packages() -> Path:
 
 @functools.cache
 def archive(wheel: Path) -> zipfile.ZipFile:
-    return zipfile.ZipFile(wheel)
+    _archives.append(zipfile.ZipFile(wheel))
+    return _archives[-1]
+
+
+_archives: list[zipfile.ZipFile] = []
+
+
+def open_anew() -> None:
+    """In a fork, which would share the archives' places with the others."""
+    for one in _archives:
+        one.fp = open(one.filename, "rb")  # noqa: SIM115  its own to close
+
+
+os.register_at_fork(after_in_child=open_anew)
 
 
 @functools.cache
@@ -131,6 +146,89 @@ def _parsed(key: tuple[str, int, int]) -> Parsed:
 def tree(wheel: Path, module: str) -> ast.Module:
     """A module's syntax tree, which all tests share: transform copies."""
     return WheelSources(wheel).parse(module).tree
+
+
+def definition(wheel: Path, module: str, qualname: str) -> ast.AST | None:
+    """contract.find_definition in a module, which tests share likewise; None where it has none. A function's or a
+    method's lines alone are parsed where they are told by the text."""
+    path = WheelSources(wheel).path(module)
+    key = identity(wheel, str(path))
+    _wheels.setdefault(key, wheel)
+    return _definition(key, qualname)
+
+
+@functools.lru_cache(maxsize=2000)
+def _definition(key: tuple[str, int, int], qualname: str) -> ast.AST | None:
+    lines = lines_of(_text(key), qualname)
+    return contract.find_definition(_parsed(key).tree if lines is None else lines, qualname)
+
+
+@functools.lru_cache(maxsize=8)
+def _text(key: tuple[str, int, int]) -> str:
+    return content(_wheels[key], key[0])
+
+
+def lines_of(text: str, qualname: str) -> ast.Module | None:
+    """A module of nothing but a function, or a class with nothing but a method, at its lines' numbers, or of nothing
+    where the text has no such word; None where the name is bound a second time, in another way or place, or its lines
+    do not stand for themselves."""
+    outer, _, method = qualname.rpartition(".")
+    if method not in text:
+        return ast.Module([], [])
+    begin, end = 0, len(text)
+    for depth, name in enumerate(filter(None, (outer, method))):
+        found = [line for line in lines_with(text, name, begin, end) if binding(name).search(text[slice(*line)])]
+        if len(found) != 1 or not re.match(rf"{'    ' * depth}(async def|def|class) ", text[slice(*found[0])]):
+            return None
+        begin, end = found[0][0], end_of(text, found[0][1], end, depth)
+    begin = with_decorators(text, begin, "    " * bool(outer))
+    above = text.count("\n", 0, begin)
+    head = "\n" * (above - 1) + f"class {outer}:\n" if outer else "\n" * above
+    try:
+        return ast.parse(head + text[begin:end])
+    except SyntaxError:
+        return None
+
+
+@functools.cache
+def binding(name: str) -> re.Pattern:
+    """A line that may bind the name: definition, assignment, import."""
+    ways = (
+        *(
+            rf"(?:async def|def|class)[ \t]+{name}\b",
+            rf"(?:from|import)\b.*\b{name}\b",
+            rf"(?:[\w.]+ as )?{name},?[ \t]*$",
+        ),
+        rf"(?:[\w*]+,[ \t]*)*{name}[ \t]*(?:,[^=(]*|:[^=]*)?=(?!=)",
+    )
+    return re.compile(rf"^[ \t]*(?:{'|'.join(ways)})")
+
+
+def lines_with(text: str, word: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each line that has it."""
+    at = text.find(word, begin, end)
+    while at >= 0:
+        first, last = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+        yield first, last if last >= 0 else len(text)
+        at = text.find(word, last, end) if last >= 0 else -1
+
+
+def end_of(text: str, begin: int, end: int, depth: int) -> int:
+    """Where the next statement begins that is no deeper; a bracket closes one, a comment is none."""
+    following = re.compile(rf"\n {{0,{4 * depth}}}[^\s#)\]}}]").search(text, begin, end)
+    return following.start() + 1 if following else end
+
+
+def with_decorators(text: str, begin: int, indent: str) -> int:
+    """Where the decorators begin that stand right above."""
+    above = text[max(0, text.rfind("\n\n", 0, begin)) : begin].splitlines(keepends=True)
+    size, found = 0, 0
+    for line in reversed(above):
+        if not re.match(rf"{indent}[@#)\s]", line):
+            break
+        size += len(line)
+        found = size if line.startswith(f"{indent}@") else found
+    return begin - found
 
 
 def built(version: str) -> str:
