@@ -1,11 +1,12 @@
 """wheels.definition: a function's own lines are what the whole file's tree has of it, at the same places."""
 
 import ast
+import os
 
 import pytest
 
 from deepseek_v4_sm120.patching import contract
-from tests.patching.wheels import RELEASES, WheelSources, definition, fetch, lines_of
+from tests.patching.wheels import RELEASES, WheelSources, content, definition, fetch, lines_of, members
 
 TEXT = '''
 import one, two as renamed
@@ -95,3 +96,18 @@ def test_of_a_releases_own_files():
         found = definition(wheel, f"sglang.srt.{module}", name)
         whole = ast.parse(WheelSources(wheel).read(f"sglang.srt.{module}"))
         assert dumped(found) == dumped(contract.find_definition(whole, name)) is not None
+
+
+def test_forks_read_of_a_release_at_places_of_their_own():
+    wheel = fetch(RELEASES[-1])
+    names = sorted(m for m in members(wheel) if m.startswith("sglang/srt/managers/"))
+    expected, forks = [content(wheel, name) for name in names], []
+    for _ in range(3):
+        forks.append(os.fork())
+        if not forks[-1]:
+            try:
+                same = all([content(wheel, name) for name in names] == expected for _ in range(3))
+            except BaseException:
+                same = False
+            os._exit(not same)
+    assert [os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks] == [0] * 3

@@ -6,7 +6,6 @@ import ast
 import collections
 import concurrent.futures
 import contextlib
-import gc
 import glob
 import hashlib
 import json
@@ -213,7 +212,7 @@ class Default:
 def loader_of(version, kind, patched, make):
     """The release's own class; make: () -> the model that it initialises."""
     names = {
-        **{"collections": collections, "concurrent": concurrent, "gc": gc, "glob": glob, "hashlib": hashlib},
+        **{"collections": collections, "concurrent": concurrent, "gc": Quiet(), "glob": glob, "hashlib": hashlib},
         **{"json": json, "os": os, "shutil": shutil, "time": time, "torch": torch, "nn": torch.nn},
         **{"DefaultModelLoader": Default, "BaseModelLoader": Default, "LoadFormat": SimpleNamespace(AUTO="auto")},
         **{"GemmaRMSNorm": Quiet, "RadixLinearAttention": Quiet},

@@ -21,7 +21,7 @@ from deepseek_v4_sm120.sglang_patches.fixes import own_outputs as fix
 from tests.forks import renew_thread_pool
 from tests.patching.test_wheel_mhc_sum import Part
 from tests.patching.test_wheel_wo_a import definition, take
-from tests.patching.wheels import RELEASES, since, tree
+from tests.patching.wheels import RELEASES, since
 
 STAGES, STATE = "sglang.srt.managers.scheduler_pp_mixin", "sglang.srt.distributed.parallel_state"
 TURNS, SECONDS, ON_STREAM = 6, 60, "0.5.21"
@@ -186,8 +186,6 @@ def expected(stages):
 
 def of_processes(wheel, version, stages, patched, folder):
     """patched: the stages that are. -> what each process says."""
-    for module in (STATE, STAGES):
-        tree(wheel, module)  # read before there are forks, which would share the archive's place
     ends, pids = [], []
     for rank in range(stages):
         end, told = os.pipe()

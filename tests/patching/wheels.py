@@ -98,7 +98,20 @@ def packages() -> Path:
 
 @functools.cache
 def archive(wheel: Path) -> zipfile.ZipFile:
-    return zipfile.ZipFile(wheel)
+    _archives.append(zipfile.ZipFile(wheel))
+    return _archives[-1]
+
+
+_archives: list[zipfile.ZipFile] = []
+
+
+def open_anew() -> None:
+    """In a fork, which would share the archives' places with the others."""
+    for one in _archives:
+        one.fp = open(one.filename, "rb")  # noqa: SIM115  its own to close
+
+
+os.register_at_fork(after_in_child=open_anew)
 
 
 @functools.cache
