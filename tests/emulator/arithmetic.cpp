@@ -32,7 +32,7 @@ template <class D, class A, auto kDo>
 Step one(Warp& w, const Instruction& i, uint32_t mask) {
   auto* d = w.lanes<Slot<D>>(i.o[0]);
   const auto* a = w.lanes<Slot<A>>(i.o[1]);
-  each(mask, [&](int l) { d[l] = put<D>(kDo(get<A>(a[l]))); });
+  set_each(d, mask, [=](int l) { return put<D>(kDo(get<A>(a[l]))); });
   return Step::kNext;
 }
 template <class D, class A, class B, auto kDo>
@@ -40,7 +40,7 @@ Step two(Warp& w, const Instruction& i, uint32_t mask) {
   auto* d = w.lanes<Slot<D>>(i.o[0]);
   const auto* a = w.lanes<Slot<A>>(i.o[1]);
   const auto* b = w.lanes<Slot<B>>(i.o[2]);
-  each(mask, [&](int l) { d[l] = put<D>(kDo(get<A>(a[l]), get<B>(b[l]))); });
+  set_each(d, mask, [=](int l) { return put<D>(kDo(get<A>(a[l]), get<B>(b[l]))); });
   return Step::kNext;
 }
 template <class D, class A, class B, class C, auto kDo>
@@ -49,7 +49,7 @@ Step three(Warp& w, const Instruction& i, uint32_t mask) {
   const auto* a = w.lanes<Slot<A>>(i.o[1]);
   const auto* b = w.lanes<Slot<B>>(i.o[2]);
   const auto* c = w.lanes<Slot<C>>(i.o[3]);
-  each(mask, [&](int l) { d[l] = put<D>(kDo(get<A>(a[l]), get<B>(b[l]), get<C>(c[l]))); });
+  set_each(d, mask, [=](int l) { return put<D>(kDo(get<A>(a[l]), get<B>(b[l]), get<C>(c[l]))); });
   return Step::kNext;
 }
 
@@ -119,7 +119,7 @@ T differing(T a, T b) {
 }
 template <class T>
 T shifted_left(T a, uint32_t n) {
-  return n >= sizeof(T) * 8 ? 0 : static_cast<T>(static_cast<uint64_t>(a) << n);
+  return n >= sizeof(T) * 8 ? 0 : static_cast<T>(static_cast<Slot<T>>(a) << n);
 }
 template <class T>
 T shifted_right(T a, uint32_t n) {
@@ -198,7 +198,10 @@ Step mad_wide(Warp& w, const Instruction& i, uint32_t mask) {
 
 // ---- float
 
-float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
+float flushed(float x) {
+  const uint32_t bits = put(x);
+  return get<float>(bits & 0x7f800000 ? bits : bits & 0x80000000);
+}
 float saturated(float x) { return std::isnan(x) ? 0.f : std::min(std::max(x, 0.f), 1.f); }
 
 enum Rounding { kNearest, kDown, kUp, kZero };
@@ -209,20 +212,27 @@ struct Mode {
 constexpr int kModes = 16;
 constexpr Mode mode_of(int m) { return {(m & 1) != 0, (m & 2) != 0, static_cast<Rounding>(m >> 2)}; }
 
-template <bool kFlush, bool kSaturate, auto kDo>
+// Compilers must not move what rounds otherwise in front of the change of the mode; without -frounding-math, with which they make no
+// vectors of floats.
+float hidden(float x) {
+  volatile float v = x;
+  return v;
+}
+
+template <bool kFlush, bool kSaturate, auto kDo, bool kHides = false>
 Step floats(Warp& w, const Instruction& i, uint32_t mask) {
   const size_t count = i.o.size();
   float* d = w.lanes<float>(i.o[0]);
   const float* a = w.lanes<float>(i.o[1]);
   const float* b = w.lanes<float>(i.o[count > 2 ? 2 : 1]);
   const float* c = w.lanes<float>(i.o[count > 3 ? 3 : 1]);
-  each(mask, [&](int l) {
+  set_each(d, mask, [=](int l) {
     float x = a[l], y = b[l], z = c[l];
+    if (kHides) x = hidden(x), y = hidden(y), z = hidden(z);
     if (kFlush) x = flushed(x), y = flushed(y), z = flushed(z);
     float r = kDo(x, y, z);
     if (kFlush) r = flushed(r);
-    if (kSaturate) r = saturated(r);
-    d[l] = r;
+    return kSaturate ? saturated(r) : r;
   });
   return Step::kNext;
 }
@@ -230,7 +240,7 @@ template <int kMode, auto kDo>
 Step rounded(Warp& w, const Instruction& i, uint32_t mask) {
   constexpr Mode mode = mode_of(kMode);
   std::fesetround(mode.rounding == kDown ? FE_DOWNWARD : mode.rounding == kUp ? FE_UPWARD : FE_TOWARDZERO);
-  const Step step = floats<mode.flush, mode.saturate, kDo>(w, i, mask);
+  const Step step = floats<mode.flush, mode.saturate, kDo, true>(w, i, mask);
   std::fesetround(FE_TONEAREST);
   return step;
 }
@@ -244,21 +254,17 @@ constexpr Handler handler_in_mode() {
 template <auto kDo, int... kMode>
 Handler in_mode(int mode, std::integer_sequence<int, kMode...>) {
   static constexpr Handler all[] = {handler_in_mode<kMode, kDo>()...};
-  return all[mode];
+  return mode < static_cast<int>(sizeof...(kMode)) ? all[mode] : nullptr;
 }
 
-// Compilers must not fold what rounds otherwise.
-float hidden(float x) {
-  volatile float v = x;
-  return v;
-}
-float f_add(float a, float b, float) { return hidden(a) + hidden(b); }
-float f_sub(float a, float b, float) { return hidden(a) - hidden(b); }
-float f_mul(float a, float b, float) { return hidden(a) * hidden(b); }
-float f_div(float a, float b, float) { return hidden(a) / hidden(b); }
-float f_fma(float a, float b, float c) { return std::fma(hidden(a), hidden(b), hidden(c)); }
-float f_min(float a, float b, float) { return std::fmin(a, b) == 0 && a == b ? (std::signbit(a) ? a : b) : std::fmin(a, b); }
-float f_max(float a, float b, float) { return std::fmax(a, b) == 0 && a == b ? (std::signbit(a) ? b : a) : std::fmax(a, b); }
+float f_add(float a, float b, float) { return a + b; }
+float f_sub(float a, float b, float) { return a - b; }
+float f_mul(float a, float b, float) { return a * b; }
+float f_div(float a, float b, float) { return a / b; }
+float f_fma(float a, float b, float c) { return std::fma(a, b, c); }
+// The other one of a NaN, and -0 below 0; libm's would be called for each lane.
+float f_min(float a, float b, float) { return a == b ? (std::signbit(a) ? a : b) : a < b || b != b ? a : b; }
+float f_max(float a, float b, float) { return a == b ? (std::signbit(a) ? b : a) : a > b || b != b ? a : b; }
 float f_max_nan(float a, float b, float) { return std::isnan(a) || std::isnan(b) ? NAN : f_max(a, b, 0); }
 float f_min_nan(float a, float b, float) { return std::isnan(a) || std::isnan(b) ? NAN : f_min(a, b, 0); }
 float f_max3(float a, float b, float c) { return f_max(f_max(a, b, 0), c, 0); }
@@ -267,8 +273,8 @@ float f_max3_nan(float a, float b, float c) { return f_max_nan(f_max_nan(a, b, 0
 float f_min3_nan(float a, float b, float c) { return f_min_nan(f_min_nan(a, b, 0), c, 0); }
 float f_neg(float a, float, float) { return -a; }
 float f_abs(float a, float, float) { return std::fabs(a); }
-float f_rcp(float a, float, float) { return 1.f / hidden(a); }
-float f_sqrt(float a, float, float) { return std::sqrt(hidden(a)); }
+float f_rcp(float a, float, float) { return 1.f / a; }
+float f_sqrt(float a, float, float) { return std::sqrt(a); }
 float f_rsqrt(float a, float, float) { return static_cast<float>(1. / std::sqrt(static_cast<double>(a))); }
 float f_ex2(float a, float, float) { return std::exp2(a); }
 float f_lg2(float a, float, float) { return std::log2(a); }
@@ -291,27 +297,28 @@ Handler floats_by_mode(const Words& words) {
     nan = nan || word == "NaN";
   }
   constexpr std::make_integer_sequence<int, kModes> modes;
+  constexpr std::make_integer_sequence<int, kModes / 4> nearest;  // of what has no other
   const std::string& op = words[0];
   if (op == "add") return in_mode<f_add>(mode, modes);
   if (op == "sub") return in_mode<f_sub>(mode, modes);
   if (op == "mul") return in_mode<f_mul>(mode, modes);
   if (op == "div") return in_mode<f_div>(mode, modes);
   if (op == "fma" || op == "mad") return in_mode<f_fma>(mode, modes);
-  if (op == "min") return nan ? in_mode<f_min_nan>(mode, modes) : in_mode<f_min>(mode, modes);
-  if (op == "max") return nan ? in_mode<f_max_nan>(mode, modes) : in_mode<f_max>(mode, modes);
-  if (op == "min3") return nan ? in_mode<f_min3_nan>(mode, modes) : in_mode<f_min3>(mode, modes);
-  if (op == "max3") return nan ? in_mode<f_max3_nan>(mode, modes) : in_mode<f_max3>(mode, modes);
-  if (op == "neg") return in_mode<f_neg>(mode, modes);
-  if (op == "abs") return in_mode<f_abs>(mode, modes);
+  if (op == "min") return nan ? in_mode<f_min_nan>(mode, nearest) : in_mode<f_min>(mode, nearest);
+  if (op == "max") return nan ? in_mode<f_max_nan>(mode, nearest) : in_mode<f_max>(mode, nearest);
+  if (op == "min3") return nan ? in_mode<f_min3_nan>(mode, nearest) : in_mode<f_min3>(mode, nearest);
+  if (op == "max3") return nan ? in_mode<f_max3_nan>(mode, nearest) : in_mode<f_max3>(mode, nearest);
+  if (op == "neg") return in_mode<f_neg>(mode, nearest);
+  if (op == "abs") return in_mode<f_abs>(mode, nearest);
   if (op == "rcp") return in_mode<f_rcp>(mode, modes);
   if (op == "sqrt") return in_mode<f_sqrt>(mode, modes);
-  if (op == "rsqrt") return in_mode<f_rsqrt>(mode, modes);
-  if (op == "ex2") return in_mode<f_ex2>(mode, modes);
-  if (op == "lg2") return in_mode<f_lg2>(mode, modes);
-  if (op == "sin") return in_mode<f_sin>(mode, modes);
-  if (op == "cos") return in_mode<f_cos>(mode, modes);
-  if (op == "tanh") return in_mode<f_tanh>(mode, modes);
-  if (op == "cvt") return in_mode<f_same>(mode, modes);
+  if (op == "rsqrt") return in_mode<f_rsqrt>(mode, nearest);
+  if (op == "ex2") return in_mode<f_ex2>(mode, nearest);
+  if (op == "lg2") return in_mode<f_lg2>(mode, nearest);
+  if (op == "sin") return in_mode<f_sin>(mode, nearest);
+  if (op == "cos") return in_mode<f_cos>(mode, nearest);
+  if (op == "tanh") return in_mode<f_tanh>(mode, nearest);
+  if (op == "cvt") return in_mode<f_same>(mode, nearest);
   return nullptr;
 }
 
@@ -339,13 +346,13 @@ Step halves(Warp& w, const Instruction& i, uint32_t mask) {
   const size_t count = i.o.size();
   uint32_t* d = w.lanes<uint32_t>(i.o[0]);
   const uint32_t *a = w.lanes<uint32_t>(i.o[1]), *b = w.lanes<uint32_t>(i.o[count > 2 ? 2 : 1]), *c = w.lanes<uint32_t>(i.o[count > 3 ? 3 : 1]);
-  each(mask, [&](int l) {
+  set_each(d, mask, [=](int l) {
     uint32_t out = 0;
     for (int h = 0; h < kHalves; ++h) {
-      const auto half = [&](const uint32_t* from) { return H::value(static_cast<uint16_t>(from[l] >> (16 * h))); };
+      const auto half = [=](const uint32_t* from) { return H::value(static_cast<uint16_t>(from[l] >> (16 * h))); };
       out |= uint32_t{H::bits(kDo(half(a), half(b), half(c)))} << (16 * h);
     }
-    d[l] = out;
+    return out;
   });
   return Step::kNext;
 }
@@ -372,7 +379,7 @@ Step compare(Warp& w, const Instruction& i, uint32_t mask) {
   const auto* a = w.lanes<Slot<T>>(i.o[i.count]);
   const auto* b = w.lanes<Slot<T>>(i.o[i.count + 1]);
   uint32_t so = 0;
-  each(mask, [&](int l) { so |= uint32_t(kCompare(get<T>(a[l]), get<T>(b[l]))) << l; });
+  for (int l = 0; l < kLanes; ++l) so |= uint32_t(kCompare(get<T>(a[l]), get<T>(b[l]))) << l;
   uint32_t not_so = ~so;
   if (i.o.size() > static_cast<size_t>(i.count) + 2) {  // combined with a predicate
     const uint32_t c = w.predicate(i.o.back());
@@ -416,7 +423,7 @@ Step select(Warp& w, const Instruction& i, uint32_t mask) {
   auto* d = w.lanes<T>(i.o[0]);
   const auto *a = w.lanes<T>(i.o[1]), *b = w.lanes<T>(i.o[2]);
   const uint32_t p = w.predicate(i.o[3]);
-  each(mask, [&](int l) { d[l] = p >> l & 1 ? a[l] : b[l]; });
+  set_each(d, mask, [=](int l) { return p >> l & 1 ? a[l] : b[l]; });
   return Step::kNext;
 }
 
@@ -450,11 +457,12 @@ uint32_t reversed(uint32_t a) {
 Step lop3(Warp& w, const Instruction& i, uint32_t mask) {
   const uint32_t *a = w.lanes<uint32_t>(i.o[1]), *b = w.lanes<uint32_t>(i.o[2]), *c = w.lanes<uint32_t>(i.o[3]), table = w.lanes<uint32_t>(i.o[4])[0];
   uint32_t* d = w.lanes<uint32_t>(i.o[0]);
-  each(mask, [&](int l) {
-    uint32_t out = 0;
-    for (int n = 0; n < 8; ++n)
-      if (table >> n & 1) out |= (n & 4 ? a[l] : ~a[l]) & (n & 2 ? b[l] : ~b[l]) & (n & 1 ? c[l] : ~c[l]);
-    d[l] = out;
+  uint32_t of[8];
+  for (int n = 0; n < 8; ++n) of[n] = table >> n & 1 ? kAll : 0;
+  set_each(d, mask, [=, &of](int l) {
+    const auto by = [](uint32_t bits, uint32_t one, uint32_t zero) { return zero ^ (bits & (one ^ zero)); };
+    const auto by_c = [=, &of](int n) { return by(c[l], of[n + 1], of[n]); };
+    return by(a[l], by(b[l], by_c(6), by_c(4)), by(b[l], by_c(2), by_c(0)));
   });
   return Step::kNext;
 }

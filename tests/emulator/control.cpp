@@ -250,6 +250,7 @@ void release_barriers(Block& block) {
     const uint64_t seen = b.seen;
     const Knowledge known = std::move(b.known);
     b = {};
+    block.parked = 0;
     for (auto& warp : block.warps) {
       for (size_t p = 0; p < warp->parked.size();) {
         const Parked parked = warp->parked[p];

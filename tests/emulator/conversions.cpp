@@ -15,7 +15,7 @@ template <class T>
 Step copy(Warp& w, const Instruction& i, uint32_t mask) {
   T* d = w.lanes<T>(i.o[0]);
   const T* a = w.lanes<T>(i.o[1]);
-  each(mask, [&](int l) { d[l] = a[l]; });
+  set_each(d, mask, [=](int l) { return a[l]; });
   return Step::kNext;
 }
 
@@ -32,11 +32,15 @@ Step pack(Warp& w, const Instruction& i, uint32_t mask) {
 }
 template <int kBytes>
 Step unpack(Warp& w, const Instruction& i, uint32_t mask) {
+  using Whole = std::conditional_t<kBytes == 8, uint64_t, uint32_t>;
   const int bits = kBytes * 8 / i.count;
-  each(mask, [&](int l) {
-    const uint64_t all = lane_of(w, i.o.back(), l);
-    for (int p = 0; p < i.count; ++p) set_lane(w, i.o[p], l, all >> (bits * p) & ((uint64_t{1} << bits) - 1));
-  });
+  Whole all[kLanes];
+  std::memcpy(all, w.lanes<Whole>(i.o.back()), sizeof(all));
+  for (int p = 0; p < i.count; ++p) {
+    const auto piece = [=, &all](int l) { return all[l] >> (bits * p) & static_cast<Whole>((uint64_t{1} << bits) - 1); };
+    if (i.o[p].kind == Operand::k64) set_each(w.lanes<uint64_t>(i.o[p]), mask, piece);
+    if (i.o[p].kind == Operand::k32) set_each(w.lanes<uint32_t>(i.o[p]), mask, piece);
+  }
   return Step::kNext;
 }
 
@@ -60,6 +64,7 @@ Handler move(const Words& words, const Instruction& i) {
   const std::string& type = words.back();
   if (type == "pred") return copy_predicate;
   const bool is_wide = bytes_of(type) == 8;
+  if (i.count > 1 && (i.o.back().kind == Operand::k64) != is_wide) fail("a move between widths: " + i.text);
   if (i.count > 1) return is_wide ? unpack<8> : unpack<4>;
   if (i.o.size() > 2) return is_wide ? pack<8> : pack<4>;
   if ((i.o[0].kind == Operand::k64) != is_wide || (i.o[1].kind == Operand::k64) != is_wide) fail("a move between widths: " + i.text);
@@ -131,29 +136,33 @@ Handler integer_of(const Words& words) {
 
 template <class H>
 Step narrow(Warp& w, const Instruction& i, uint32_t mask) {
-  each(mask, [&](int l) { w.lanes<uint32_t>(i.o[0])[l] = H::bits(w.lanes<float>(i.o[1])[l]); });
+  const float* a = w.lanes<float>(i.o[1]);
+  set_each(w.lanes<uint32_t>(i.o[0]), mask, [=](int l) { return uint32_t{H::bits(a[l])}; });
   return Step::kNext;
 }
 template <class H>
 Step widen(Warp& w, const Instruction& i, uint32_t mask) {
-  each(mask, [&](int l) { w.lanes<float>(i.o[0])[l] = H::value(static_cast<uint16_t>(w.lanes<uint32_t>(i.o[1])[l])); });
+  const uint32_t* a = w.lanes<uint32_t>(i.o[1]);
+  set_each(w.lanes<float>(i.o[0]), mask, [=](int l) { return H::value(static_cast<uint16_t>(a[l])); });
   return Step::kNext;
 }
 template <class H, int kBits>  // d = a above b
 Step narrow_two(Warp& w, const Instruction& i, uint32_t mask) {
-  each(mask, [&](int l) {
-    const uint32_t a = H::bits(w.lanes<float>(i.o[1])[l]), b = H::bits(w.lanes<float>(i.o[2])[l]);
-    w.lanes<uint32_t>(i.o[0])[l] = a << kBits | b;
-  });
+  const float *a = w.lanes<float>(i.o[1]), *b = w.lanes<float>(i.o[2]);
+  set_each(w.lanes<uint32_t>(i.o[0]), mask, [=](int l) { return uint32_t{H::bits(a[l])} << kBits | H::bits(b[l]); });
   return Step::kNext;
 }
 template <class D, class S, int kBits>
 Step between_two(Warp& w, const Instruction& i, uint32_t mask) {
-  each(mask, [&](int l) {
-    const uint32_t from = w.lanes<uint32_t>(i.o[1])[l];
-    const uint32_t low = D::bits(S::value(from & ((1u << kBits) - 1))), high = D::bits(S::value(from >> kBits & ((1u << kBits) - 1)));
-    w.lanes<uint32_t>(i.o[0])[l] = high << 16 | low;
-  });
+  constexpr uint32_t kMost = (1u << kBits) - 1;
+  static const auto known = [] {
+    std::array<uint16_t, kMost + 1> made;
+    for (uint32_t from = 0; from <= kMost; ++from) made[from] = D::bits(S::value(from));
+    return made;
+  }();
+  const uint32_t* a = w.lanes<uint32_t>(i.o[1]);
+  const uint16_t* of = known.data();
+  set_each(w.lanes<uint32_t>(i.o[0]), mask, [=](int l) { return uint32_t{of[a[l] >> kBits & kMost]} << 16 | of[a[l] & kMost]; });
   return Step::kNext;
 }
 

@@ -121,9 +121,8 @@ std::vector<const Grid*> Machine::waiting() const {
   return found;
 }
 
-void Machine::check(uint64_t at, uint32_t bytes, bool writes) {
+void Machine::look_up(uint64_t at, uint32_t bytes, bool writes) {
   if (!choices_.checks_memory || allowed_.empty()) return;
-  if (at >= last_.first && at + bytes <= last_.second) return;
   auto found = allowed_.upper_bound(at);
   while (found != allowed_.begin()) {
     --found;
@@ -282,6 +281,7 @@ void Machine::end(Card& card, size_t resident) {
             warp->others.push_back(group);
             warp->parked.erase(warp->parked.begin() + p);
             warp->settle();
+            one.second->parked = 0;
           } else {
             ++p;
           }
@@ -300,9 +300,12 @@ bool Machine::turn(Block& block) {
   const size_t count = block.warps.size(), first = random(static_cast<uint32_t>(count));
   Warp* chosen = nullptr;
   for (size_t i = 0; i < count && !chosen; ++i) {
-    Warp& warp = *block.warps[(first + i) % count];
+    const size_t which = first + i < count ? first + i : first + i - count;
+    if (block.parked >> which & 1) continue;
+    Warp& warp = *block.warps[which];
     if (!warp.copies.empty() && (random(8) == 0 || !warp.runs())) copy_one(warp), copied = true;
     if (warp.is_awake()) chosen = &warp;
+    if (!warp.runs() && warp.copies.empty()) block.parked |= 1u << which;
   }
   if (!chosen) return copied;
   Warp& warp = *chosen;

@@ -26,6 +26,9 @@ constexpr uint32_t kAll = 0xffffffffu;
 
 [[noreturn]] inline void fail(const std::string& text) { throw std::runtime_error(text); }
 
+// Without a division, which an address would wait for
+inline bool is_multiple(uint64_t at, uint32_t bytes) { return (bytes & (bytes - 1)) == 0 ? (at & (bytes - 1)) == 0 : at % bytes == 0; }
+
 // ---- programs
 
 // Where an operand's lanes are: in the warp's frame or among the kernel's constants. Of 64 bits a lane, of 32 (16 and 8 bits too, with
@@ -119,17 +122,36 @@ struct Copy {  // of cp.async, in order within a lane's warp; the last of a grou
   Knowledge end;  // of kArrive
 };
 
-struct Warp {
+class Copies {  // in their order
+ public:
+  bool empty() const { return all_.empty(); }
+  std::vector<Copy>::iterator begin() { return all_.begin() + first_; }
+  std::vector<Copy>::iterator end() { return all_.end(); }
+  void add(Copy copy) { all_.push_back(std::move(copy)); }
+  Copy take() {
+    Copy copy = std::move(all_[first_++]);
+    if (first_ == all_.size() || first_ == kMostDone) all_.erase(all_.begin(), all_.begin() + first_), first_ = 0;
+    return copy;
+  }
+
+ private:
+  static constexpr size_t kMostDone = 512;
+  std::vector<Copy> all_;
+  size_t first_ = 0;  // those in front of it are done
+};
+
+struct alignas(64) Warp {
+  // side by side what is looked at when a warp's turn is given away
+  Group now;                  // mask 0: nothing runs
+  Copies copies;
+  Sleep sleep;
+  std::vector<Group> others;  // at other instructions
+  std::vector<Parked> parked;
   Block* block = nullptr;
   int index = 0;
   std::array<uint8_t*, 2> bases{};
   std::vector<uint8_t> frame;
   uint32_t alive = 0, begun = 0;  // lanes
-  Group now;                  // mask 0: nothing runs
-  std::vector<Group> others;  // at other instructions
-  std::vector<Parked> parked;
-  Sleep sleep;
-  std::deque<Copy> copies;
 
   template <class T>
   T* lanes(const Operand& o) {
@@ -161,18 +183,20 @@ struct BulkCopy {
   Knowledge end;
 };
 
-struct Block {
+struct alignas(64) Block {
+  // side by side what is looked at when a turn is given away
+  std::vector<BulkCopy> bulk;
+  std::vector<std::unique_ptr<Warp>> warps;
+  int alive = 0;  // warps
+  uint32_t parked = 0;  // warps of which nothing runs and nothing is copied, as far as somebody has looked: until others let them go on
   Grid* grid = nullptr;
   uint32_t x = 0, y = 0, z = 0;
   int multiprocessor = 0;
-  std::vector<std::unique_ptr<Warp>> warps;
   std::vector<uint8_t> memory;
   uint8_t* shared = nullptr;
   uint32_t shared_bytes = 0;
-  int alive = 0;  // warps
   bool has_let_in = false;
   std::array<Barrier, 16> barriers;
-  std::vector<BulkCopy> bulk;
   std::shared_ptr<Stores> stores;      // where memory is weak
   std::shared_ptr<Ordering> ordering;  // where it is watched
 };
@@ -224,7 +248,9 @@ class Machine {
   void own(uint64_t at, uint64_t bytes) { own_[at] = bytes, allow(at, bytes); }  // of the runtime: until it is given back
   void disown(uint64_t at) { own_.erase(at), allowed_.erase(at), last_ = {}; }
   void forbid_all() { allowed_ = own_, last_ = {}; }
-  void check(uint64_t at, uint32_t bytes, bool writes);
+  void check(uint64_t at, uint32_t bytes, bool writes) {
+    if (at < last_.first || at + bytes > last_.second) look_up(at, bytes, writes);
+  }
 
   uint32_t random(uint32_t below) { return static_cast<uint32_t>(random_() % below); }
   bool begins_rest(const Block& block, bool behind_fence);
@@ -234,6 +260,7 @@ class Machine {
   std::map<std::string, uint64_t> ran;  // launches by kernel
 
  private:
+  void look_up(uint64_t at, uint32_t bytes, bool writes);
   bool begin_blocks(int card);
   bool place(int card, Grid& grid);
   bool begin_any();
@@ -292,6 +319,19 @@ inline void each(uint32_t mask, F f) {
   }
 }
 
+// d[l] = f(l). Where all lanes take part none is written before all are computed: else no compiler would make vectors of them, for one's
+// result might stand where another one's operand is.
+template <class T, class F>
+inline void set_each(T* d, uint32_t mask, F f) {
+  if (mask == kAll) {
+    T all[kLanes];
+    for (int l = 0; l < kLanes; ++l) all[l] = f(l);
+    std::memcpy(d, all, sizeof(all));
+  } else {
+    for (; mask; mask &= mask - 1) d[__builtin_ctz(mask)] = f(__builtin_ctz(mask));
+  }
+}
+
 inline uint64_t lane_of(Warp& w, const Operand& o, int l) { return o.kind == Operand::k64 ? w.lanes<uint64_t>(o)[l] : w.lanes<uint32_t>(o)[l]; }
 inline void set_lane(Warp& w, const Operand& o, int l, uint64_t value) {
   if (o.kind == Operand::k64) {
@@ -308,7 +348,7 @@ inline uint64_t address_of(Warp& w, const Address& a, int lane) {
 }
 
 inline uint8_t* shared_at(Warp& w, uint64_t at, uint32_t bytes, const Instruction& i) {
-  if (at + bytes > w.block->shared_bytes || at % bytes)
+  if (at + bytes > w.block->shared_bytes || !is_multiple(at, bytes))
     fail("shared memory: " + std::to_string(bytes) + " bytes at " + std::to_string(at) + " of " + std::to_string(w.block->shared_bytes) + ": " +
          i.text);
   return w.block->shared + at;

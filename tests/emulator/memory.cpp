@@ -10,8 +10,17 @@ namespace {
 bool has(const Words& words, const char* word) { return std::find(words.begin(), words.end(), word) != words.end(); }
 bool is_shared(const Words& words) { return has(words, "shared") || has(words, "shared::cta"); }
 
+template <class T>
+void move(void* to, const void* from, size_t count) {  // 1, 2 or 4, without a call of memcpy
+  if (count == 1) {
+    std::memcpy(to, from, sizeof(T));
+  } else {
+    std::memcpy(to, from, count == 2 ? 2 * sizeof(T) : 4 * sizeof(T));
+  }
+}
+
 uint8_t* global_at(uint64_t at, uint32_t bytes, bool writes) {
-  if (at % bytes) fail("an address that is no multiple of " + std::to_string(bytes) + ": " + std::to_string(at));
+  if (!is_multiple(at, bytes)) fail("an address that is no multiple of " + std::to_string(bytes) + ": " + std::to_string(at));
   machine.check(at, bytes, writes);
   return reinterpret_cast<uint8_t*>(at);
 }
@@ -61,7 +70,7 @@ Step load(Warp& w, const Instruction& i, uint32_t mask) {
     if (kSpace == kGlobal && weak.on) {
       read_weakly(w, i, l, at, bytes, sizeof(T), values);
     } else {
-      std::memcpy(values, from, bytes);
+      move<T>(values, from, count);
     }
     if (!has_value) std::memset(values, 0xff, bytes);
     for (size_t n = 0; n < count; ++n)
@@ -85,7 +94,7 @@ Step store(Warp& w, const Instruction& i, uint32_t mask) {
       watch.accesses(w, l, i, at, bytes, kWrites | (i.order & kCoherent ? kAtomic : 0) | (std::memcmp(to, values, bytes) ? 0 : kKeeps));
     if (kSpace == kGlobal && watch.on) watch.written(at, bytes);
     if (kSpace == kGlobal && weak.on) return write_weakly(w, i, l, at, bytes, sizeof(T), values);
-    std::memcpy(to, values, bytes);
+    move<T>(to, values, count);
   });
   return Step::kNext;
 }
@@ -338,7 +347,7 @@ Step copy_async(Warp& w, const Instruction& i, uint32_t mask) {
     copy.instruction = &i;
     if (watch.on && copy.read) watch.reads(*w.block, &i, copy.from, copy.read);
     if (watch.on) watch.copies(w, l, i, copy.to, copy.bytes);
-    w.copies.push_back(copy);
+    w.copies.add(std::move(copy));
   });
   return Step::kNext;
 }
@@ -346,7 +355,7 @@ Step close_group(Warp& w, const Instruction&, uint32_t mask) {
   Copy copy{};
   copy.kind = Copy::kClose, copy.lanes = mask;
   if (watch.on) each(mask, [&](int l) { watch.closes(w, l); });
-  w.copies.push_back(copy);
+  w.copies.add(std::move(copy));
   return Step::kNext;
 }
 Step wait_group(Warp& w, const Instruction& i, uint32_t mask) {
@@ -365,7 +374,7 @@ Step arrive_after_copies(Warp& w, const Instruction& i, uint32_t mask) {
     copy.kind = Copy::kArrive, copy.lanes = 1u << l, copy.instruction = &i;
     copy.to = static_cast<uint32_t>(address_of(w, i.address, l));
     if (watch.on) watch.uses_phases(w, l, i, copy.to), copy.end = watch.after_copies(w, l);
-    w.copies.push_back(copy);
+    w.copies.add(std::move(copy));
   });
   return Step::kNext;
 }
@@ -403,18 +412,18 @@ Handler copies(const Words& words) {
 }  // namespace
 
 void copy_one(Warp& w) {
-  const Copy copy = w.copies.front();
-  w.copies.pop_front();
+  const Copy copy = w.copies.take();
   if (copy.kind == Copy::kArrive && watch.on) watch.arrives(*w.block, copy.to, copy.end);
   if (copy.kind == Copy::kArrive) return arrive(*w.block, copy.to, 1);
   if (copy.kind == Copy::kClose) return;
   uint8_t* to = shared_at(w, copy.to, copy.bytes, *copy.instruction);
-  std::memset(to, 0, copy.bytes);
+  if (copy.read < copy.bytes) std::memset(to, 0, copy.bytes);
   if (copy.read) {
-    if (copy.from % copy.bytes) fail("a copy from an address that is no multiple of " + std::to_string(copy.bytes));
+    if (!is_multiple(copy.from, copy.bytes)) fail("a copy from an address that is no multiple of " + std::to_string(copy.bytes));
     machine.check(copy.from, copy.read, false);
     if (weak.on) return weak.read(*w.block->stores, w.thread(__builtin_ctz(copy.lanes)), copy.from, copy.read, copy.floor, to);
-    std::memcpy(to, reinterpret_cast<const uint8_t*>(copy.from), copy.read);
+    const void* from = reinterpret_cast<const void*>(copy.from);
+    copy.read == 16 ? std::memcpy(to, from, 16) : std::memcpy(to, from, copy.read);
   }
 }
 
@@ -423,7 +432,7 @@ void copy_until(Warp& w, size_t groups_left) {
     return static_cast<size_t>(std::count_if(w.copies.begin(), w.copies.end(), [](const Copy& c) { return c.kind == Copy::kClose; }));
   };
   for (size_t left = closed(); left > groups_left;) {
-    left -= w.copies.front().kind == Copy::kClose;
+    left -= w.copies.begin()->kind == Copy::kClose;
     copy_one(w);
   }
 }
@@ -444,6 +453,7 @@ void copy_bulk(Block& block, size_t which) {
 Handler memory(const Words& words, Instruction& i) {
   const std::string &op = words[0], &type = words.back();
   i.order = order_of(words);
+  if ((op == "ld" || op == "st") && (i.o.size() == 3 || i.o.size() > 4)) return nullptr;
   if (op == "ld") return has(words, "param") ? load_of<kParameter>(type) : is_shared(words) ? load_of<kShared>(type) : load_of<kGlobal>(type);
   if (op == "st") return is_shared(words) ? store_of<kShared>(type) : store_of<kGlobal>(type);
   if (op == "atom" || op == "red") return atomic_of(words, i);

@@ -26,12 +26,15 @@ struct BF16 {
 
 struct F16 {
   static float value(uint16_t bits) {  // compilers call a function for _Float16
-    const bool is_finite = (bits & 0x7c00) != 0x7c00;
-    const uint32_t moved = is_finite ? (bits & 0x7fffu) << 13 : bits & 0x3ff ? 0x7fc00000u : 0x7f800000u;
+    uint32_t wide = (bits & 0x7fffu) << 13;
     float x;
-    std::memcpy(&x, &moved, 4);
+    std::memcpy(&x, &wide, 4);
     x *= 0x1p112f;
-    return bits & 0x8000 ? -x : x;
+    std::memcpy(&wide, &x, 4);
+    wide = (bits & 0x7c00) == 0x7c00 ? bits & 0x3ff ? 0x7fc00000u : 0x7f800000u : wide;
+    wide |= (bits & 0x8000u) << 16;
+    std::memcpy(&x, &wide, 4);
+    return x;
   }
   static uint16_t bits(float x) {
     if (std::isnan(x)) return 0x7fff;

@@ -1,5 +1,8 @@
 // mma.sync, by the lanes of PTX's fragments: sums in double, rounded to f32 once. Hardware rounds otherwise.
 #include <algorithm>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 
 #include "machine.h"
 #include "numbers.h"
@@ -15,7 +18,8 @@ constexpr int kRows = 16, kColumns = 8;
 constexpr int kMostDepth = 32;
 
 struct Fragments {
-  double a[kRows][kMostDepth], b[kMostDepth][kColumns];
+  double a[kRows][kMostDepth];
+  alignas(64) double b[kMostDepth][kColumns];
 };
 
 // Of an operand's word the lanes have, side by side, eight rows (of b: columns) of numbers of neighbouring depth.
@@ -41,7 +45,16 @@ void read(Warp& w, const Instruction& i, int words_of_a, Fragments& f) {
   }
 }
 
-using Half = double __attribute__((vector_size(sizeof(double) * kColumns / 2)));  // of a row
+using Half = double __attribute__((vector_size(sizeof(double) * kColumns / 2), may_alias));  // of a row
+
+// sum + b * a: the product of two numbers of 16 bits is exact, fused or not.
+Half added(Half sum, Half b, double a) {
+#ifdef __FMA__
+  return _mm256_fmadd_pd(b, _mm256_set1_pd(a), sum);
+#else
+  return sum + b * a;
+#endif
+}
 
 void multiply(Warp& w, const Instruction& i, int first_c, int depth, const Fragments& f, const float* a_scale, const float* b_scale) {
   double sums[kRows][kColumns];
@@ -49,10 +62,9 @@ void multiply(Warp& w, const Instruction& i, int first_c, int depth, const Fragm
   for (int first = 0; first < kRows; first += kTogether) {
     Half own[kTogether][2] = {};
     for (int k = 0; k < depth; ++k) {
-      Half b[2];
-      std::memcpy(b, f.b[k], sizeof(b));
+      const Half* b = reinterpret_cast<const Half*>(f.b[k]);  // not copied: what is stored by halves waits to be loaded whole
       for (int row = 0; row < kTogether; ++row)
-        for (int half = 0; half < 2; ++half) own[row][half] += b[half] * f.a[first + row][k];
+        for (int half = 0; half < 2; ++half) own[row][half] = added(own[row][half], b[half], f.a[first + row][k]);
     }
     std::memcpy(sums[first], own, sizeof(own));
   }

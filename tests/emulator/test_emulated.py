@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors
 from tests.emulator import communicating as calls
-from tests.emulator.emulated import EmulatorError, card, choose, emulated, library, ptx
+from tests.emulator.emulated import EmulatorError, called, card, choose, emulated, library, ptx
 from tests.emulator.test_weak_memory import same
 
 REPO = Path(__file__).resolve().parents[2]
@@ -62,3 +64,45 @@ def test_the_emulator_and_the_build_are_two_modules_in_either_order(torch_python
         code = "from deepseek_v4_sm120.ops.shared import extension; from tests.emulator import emulated; "
         code += "; ".join(order) + "; assert one is not other and one.__file__ != other.__file__, one.__file__"
         subprocess.run([*torch_python(), "-c", code], check=True, cwd=REPO)
+
+
+ROUNDS = """.visible .entry rounds(.param .u64 given)
+{
+.reg .pred %p<2>;
+.reg .f32 %f<9>;
+.reg .b32 %r<9>;
+.reg .b64 %rd<9>;
+ld.param.u64 %rd1, [given];
+mov.u32 %r1, %tid.x;
+mul.wide.u32 %rd2, %r1, 16;
+add.s64 %rd3, %rd1, %rd2;
+ld.global.v2.f32 {%f1, %f2}, [%rd3];
+setp.lt.u32 %p1, %r1, 40;
+@%p1 bra $there;
+ret;
+$there:
+add.rn.f32 %f3, %f1, %f2;
+add.rm.f32 %f4, %f1, %f2;
+add.rp.f32 %f5, %f1, %f2;
+add.rz.f32 %f6, %f1, %f2;
+st.global.v4.f32 [%rd3], {%f3, %f4, %f5, %f6};
+ret;
+}
+"""
+
+
+def test_floats_round_by_their_mode():
+    """In a whole warp, and in one of which eight lanes are left."""
+    given = torch.zeros(64, 4)
+    given[:, 0], given[:, 1] = 1.0, 2.0**-30
+    given[::2, :2] *= -1
+    upper = 1 + 2.0**-23
+    with emulated():
+        library().emulator_ptx(ROUNDS.encode())
+        out = torch.zeros(64, 4)
+        out.copy_(given)
+        sizes = (ctypes.c_uint32 * 5)(1, 1, 1, 64, 0)
+        called(library().emulator_launch(b"rounds", sizes, (ctypes.c_uint64 * 1)(out.data_ptr()), 8))
+        found = out.tolist()
+    assert found[:40] == [[-1, -upper, -1, -1], [1, 1, upper, 1]] * 20
+    assert found[40:] == given[40:].tolist()

@@ -10,8 +10,16 @@ namespace emulator {
 Watch watch;
 
 uint32_t& Clock::operator[](uint32_t writer) {
-  if (writer >= of.size()) of.resize(writer + 1);
+  if (writer >= of.size()) of.resize((writer / kTogether + 1) * kTogether);
   return of[writer];
+}
+uint32_t Clock::knows(uint32_t first, uint32_t lanes, uint32_t clock) const {
+  if (first >= of.size()) return 0;
+  const uint32_t* known = of.data() + first;
+  if ((lanes & (lanes - 1)) == 0) return clock <= known[__builtin_ctz(lanes)] ? lanes : 0;
+  uint32_t found = 0;
+  for (uint32_t l = 0; l < kTogether; ++l) found |= uint32_t{clock <= known[l]} << l;
+  return found & lanes;
 }
 void Clock::join(const Clock& other) {
   if (other.of.size() > of.size()) of.resize(other.of.size());
@@ -71,43 +79,68 @@ std::shared_ptr<Ordering> Watch::begin(uint32_t threads, uint32_t bytes) {
     all.resize(count);
   };
   emptied(o.clocks, threads), emptied(o.closed, threads);
-  o.words.assign((bytes + 3) / 4, 0), o.accesses.resize(1), o.free = 0;
+  o.words.assign((bytes + 3) / 4, {}), o.accesses.resize(1), o.free = 0;
   o.copies.assign(threads, 0), o.phases.clear(), o.bulk.clear();
   for (uint32_t t = 0; t < threads; ++t) o.clocks[t][t] = 1;
   return *found;
 }
 
+void Watch::report_race(const Block& block, const Ordering::Access& before, int count, bool writes, const Instruction& by) {
+  const std::string first = (before.how & kWrites ? "writes, " : "reads, ") + told(&block.grid->kernel->code[before.by]);
+  for (; count > 0; --count) report(block, "race: " + first + (writes ? "; writes, " : "; reads, ") + told(&by));
+}
+
 bool Watch::access(Ordering& o, const Block& block, const Clock& known, uint32_t writer, uint32_t clock, uint64_t at, uint32_t bytes, int how,
                    const Instruction& by) {
   const bool writes = how & kWrites;
+  const uint32_t lane = 1u << writer % kTogether;
+  Ordering::Access one{clock, lane, 0, static_cast<uint32_t>(&by - block.grid->kernel->code.data()), 0, 0, static_cast<uint8_t>(how)};
+  one.first = static_cast<uint16_t>(writer / kTogether * kTogether);
   bool has_value = true;
   for (uint64_t word = at / 4; word * 4 < at + bytes; ++word) {
-    uint8_t mask = 0xf;
-    if (word * 4 < at) mask &= 0xf << (at - word * 4);
-    if (word * 4 + 4 > at + bytes) mask &= 0xf >> (word * 4 + 4 - at - bytes);
-    for (uint32_t* link = &o.words[word]; *link;) {
-      Ordering::Access& e = o.accesses[*link];
-      const bool is_ordered = e.clock <= known.at(e.writer), wrote = e.how & kWrites;
-      const bool may_meet = e.how & how & kAtomic || !(writes || wrote) || (wrote && how & kKeeps);
-      if (!is_ordered && e.mask & mask && !may_meet) {
+    one.mask = 0xf;
+    if (word * 4 < at) one.mask &= 0xf << (at - word * 4);
+    if (word * 4 + 4 > at + bytes) one.mask &= 0xf >> (word * 4 + 4 - at - bytes);
+    Ordering::Access *same = nullptr, *before = nullptr, &first = o.words[word];
+    for (Ordering::Access* e = first.lanes ? &first : nullptr; e;) {
+      const bool wrote = e->how & kWrites;
+      const bool may_meet = e->how & how & kAtomic || !(writes || wrote) || (wrote && how & kKeeps);
+      const bool may_be_behind = !(e->mask & ~one.mask) && (writes || !wrote), may_race = e->mask & one.mask && !may_meet;
+      const uint32_t ordered = may_be_behind || may_race ? known.knows(e->first, e->lanes, e->clock) : 0;
+      if (may_race && ordered != e->lanes) {
         has_value = false;
-        report(block, std::string("race: ") + (wrote ? "writes, " : "reads, ") + told(e.by) + (writes ? "; writes, " : "; reads, ") + told(&by));
+        report_race(block, *e, __builtin_popcount(e->lanes & ~ordered), writes, by);
       }
-      if (is_ordered && !(e.mask & ~mask) && (writes || !wrote)) {  // this one is behind it
-        const uint32_t freed = *link;
-        *link = e.next, e.next = o.free, o.free = freed;
-      } else {
-        link = &e.next;
+      if (may_be_behind) e->lanes &= ~ordered;  // this one is behind them
+      if (e->clock == clock && e->by == one.by && e->first == one.first && e->mask == one.mask && e->how == how) same = e;
+      if (e->lanes || same == e) {
+        before = e, e = e->next ? &o.accesses[e->next] : nullptr;
+        continue;
       }
+      // the next one comes in its place
+      const uint32_t freed = e->next ? e->next : before ? before->next : 0;
+      if (e->next)
+        *e = o.accesses[e->next];
+      else if (before)
+        before->next = 0, e = nullptr;
+      else
+        e = nullptr;
+      if (freed) o.accesses[freed].next = o.free, o.free = freed;
     }
-    const uint32_t made = o.free ? o.free : static_cast<uint32_t>(o.accesses.size());
-    if (o.free) {
-      o.free = o.accesses[made].next;
+    if (same) {
+      same->lanes |= lane;
+    } else if (first.lanes == 0) {
+      first = one;
     } else {
-      o.accesses.emplace_back();
+      const uint32_t made = o.free ? o.free : static_cast<uint32_t>(o.accesses.size());
+      if (o.free) {
+        o.free = o.accesses[made].next;
+      } else {
+        o.accesses.emplace_back();
+      }
+      o.accesses[made] = one;
+      o.accesses[made].next = first.next, first.next = made;
     }
-    o.accesses[made] = {writer, clock, mask, static_cast<uint8_t>(how), o.words[word], &by};
-    o.words[word] = made;
   }
   return has_value;
 }

@@ -21,9 +21,12 @@ struct Block;
 struct Instruction;
 struct Warp;
 
+constexpr uint32_t kTogether = 32;
+
 struct Clock {
-  std::vector<uint32_t> of;  // by writer: threads, their cp.async, then their bulk copies by mbarrier; what is missing is 0
+  std::vector<uint32_t> of;  // by writer: threads, their cp.async, then their bulk copies by mbarrier; what is missing is 0, kTogether at a time
   uint32_t at(uint32_t writer) const { return writer < of.size() ? of[writer] : 0; }
+  uint32_t knows(uint32_t first, uint32_t lanes, uint32_t clock) const;  // which of the lanes had no later clock than that it knows of
   uint32_t& operator[](uint32_t writer);
   void join(const Clock& other);
   void clear() { of.clear(); }
@@ -33,12 +36,14 @@ struct Clock {
 enum How : int { kReads = 0, kWrites = 1, kAtomic = 2, kKeeps = 4 };
 
 struct Ordering {  // of a block
-  struct Access {
-    uint32_t writer, clock;
+  struct Access {  // by some of kTogether writers, whose clocks are the same: a warp's lanes, mostly
+    uint32_t clock;
+    uint32_t lanes;  // writers, from `first` on; of a word's first access: 0: it has none
+    uint32_t next;   // of the word's, or of those that are free; 0: none
+    uint32_t by;     // which of its kernel's instructions
+    uint16_t first;
     uint8_t mask;  // bytes of the word
     uint8_t how;
-    uint32_t next;  // of the word's, or of those that are free; 0: none
-    const Instruction* by;
   };
   struct Phases {  // of an mbarrier
     Clock arrived, over;  // of the phase that runs; of those that have ended
@@ -49,9 +54,9 @@ struct Ordering {  // of a block
   std::vector<Clock> clocks;
   std::vector<uint32_t> copies;                 // that a thread has asked for
   std::vector<std::vector<uint32_t>> closed;    // their numbers at the ends of groups
-  std::vector<Access> accesses = {{}};          // of all words
+  std::vector<Access> words;                    // of shared memory: the first access that nothing ordered is behind
+  std::vector<Access> accesses = {{}};          // of all words, but for their first ones
   uint32_t free = 0;                            // the first of them that no word has
-  std::vector<uint32_t> words;                  // of shared memory: the first access that nothing ordered is behind
   std::unordered_map<uint64_t, Phases> phases;  // by address
   std::map<std::pair<uint32_t, uint64_t>, std::pair<uint32_t, uint32_t>> bulk;  // by thread and mbarrier: writer, copies
 };
@@ -94,6 +99,7 @@ class Watch {
   bool access(Ordering& o, const Block& block, const Clock& known, uint32_t writer, uint32_t clock, uint64_t at, uint32_t bytes, int how,
               const Instruction& by);
   void report(const Block& block, const std::string& what);
+  void report_race(const Block& block, const Ordering::Access& before, int count, bool writes, const Instruction& by);
 
   std::map<uint64_t, std::vector<bool>> memory_;  // by where it begins: what of it is written
   std::map<std::string, uint64_t> found_;
