@@ -348,7 +348,6 @@ def plot(report: common.Report, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2,048 rows only")
-    parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
     parser.add_argument("--pairs", action="store_true", help="the kernel for few rows in pairs alone")
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 32, 16, 8], help="of --pairs")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_prefill.json")
@@ -358,11 +357,8 @@ def main() -> int:
     ceilings = common.ceilings() | {"mma_bf16_tflops": round(mma_rate(), 1)}
     report = common.Report("sparse_prefill", extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), report.ceilings)
-    if arguments.page_tables or arguments.pairs:
-        if arguments.page_tables:
-            run_page_tables(report, generator)
-        else:
-            run_pairs(report, generator, arguments.quick, arguments.heads)
+    if arguments.pairs:
+        run_pairs(report, generator, arguments.quick, arguments.heads)
         report.write(arguments.out)
         return 0
     for case in CASES:

@@ -51,10 +51,9 @@ def is_few(rows, outputs, inputs, index) -> bool:
     return rows <= 9 and (outputs, inputs) == (HIDDEN, 256)
 
 
-def of_wo_b(rows=3, *, inputs=256, layer=None, asks_for=None):
+def of_wo_b(rows=3, *, inputs=256, layer=None):
     wo_b = linear(inputs=inputs)
-    of = wo_b if asks_for is None else asks_for
-    return in_a_layer(lambda: adapter.of_product(of, x_of(rows, hidden=inputs), None), layer or layer_with(wo_b))
+    return in_a_layer(lambda: adapter.of_product(wo_b, x_of(rows, hidden=inputs), None), layer or layer_with(wo_b))
 
 
 def of_experts(rows=3):

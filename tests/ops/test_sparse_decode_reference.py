@@ -83,8 +83,8 @@ def keys_at(slots: list[int], page_size: int = 2, pages: int = 4):
     return pool
 
 
-def ask(pool, slots, *, q_value=1.0, scale=1 / 512, **arguments):
-    q = torch.full((1, 1, 1, 512), q_value, dtype=torch.bfloat16)
+def ask(pool, slots, *, scale=1 / 512, **arguments):
+    q = torch.ones(1, 1, 1, 512, dtype=torch.bfloat16)
     indices = torch.tensor([[slots]], dtype=torch.int32)
     out, lse = sparse_decode(q, pool, indices, softmax_scale=scale, **arguments)
     return out[0, 0, 0], float(lse)
