@@ -42,7 +42,7 @@ TOGETHER = (
 )
 
 # Syntax trees, and what torch and pytest hold, are millions of objects that live long: at the usual threshold, 700,
-# most of the time in which a wheel is parsed goes to looking through them again and again, and at 200,000 a tenth.
+# most of the time in which a wheel is parsed goes to looking through them again and again, and at 200,000 a fifteenth.
 gc.set_threshold(*COLLECTOR)
 
 PROGRAM = (  # what tests' own programs import beside torch

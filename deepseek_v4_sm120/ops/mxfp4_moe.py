@@ -65,7 +65,7 @@ def mxfp4_moe(
     expert_map         [ids] int32: id -> local expert or -1, instead of first_expert; or None
     up_first           w13's first half is up, its second the gate
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows both products read E4M3 with a UE8M0 scale per
-                       32 values, by SM120's block-scaled instruction, elsewhere in bf16. Up to 256 it is always bf16
+                       32 values, by SM120's block-scaled instruction, elsewhere in bf16. Else it is bf16 (few rows)
     reproducible       True: one order of exact sums at any number of rows; sizes must be those of few rows
     wide               of bf16 above 256 rows that need not be reproducible: True our kernels, False Triton's; None:
                        ours where Triton has no wgmma and their sizes fit

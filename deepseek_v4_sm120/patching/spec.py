@@ -106,7 +106,7 @@ class Default:
     environment  variable -> value, for variables that the user has not set
     arguments    server argument -> value, where the host still has None or "auto"; VALUE stands for `value`
     value        the number behind VALUE, which DSV4_SM120_SET=name=N changes
-    unless       variable and its values with which the row makes no sense; no values: any that the user has set
+    unless       variables, each with the values of the user's own with which the row makes no sense; none: any, even ""
     only_with    server argument without which the row makes no sense
     only_where   server argument and its value elsewhere than at which the row is for those alone who ask for it
     how          what a user does to get the same, or to prevent it, without us
@@ -122,7 +122,7 @@ class Default:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, str | int] = field(default_factory=dict)
     value: int | None = None
-    unless: tuple[str, tuple[str, ...]] | None = None
+    unless: tuple[tuple[str, tuple[str, ...]], ...] = ()
     only_with: str | None = None
     only_where: tuple[str, object] | None = None
 

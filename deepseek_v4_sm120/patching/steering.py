@@ -124,8 +124,8 @@ class Steering:
         handover: dict[str, str] = {}
         for outcome in [c for c in self.outcomes if c.state == ON]:
             row = self.rows[outcome.default]
-            if row.unless and self._is_users(row.unless, environ):
-                outcome.state, outcome.reason = NOT_APPLICABLE, f"{row.unless[0]}={environ[row.unless[0]]}"
+            if users := [name for name, values in row.unless if self._is_users(name, values, environ)]:
+                outcome.state, outcome.reason = NOT_APPLICABLE, f"{users[0]}={environ[users[0]]}"
                 continue
             if row.only_with and not argument(row.only_with, None):
                 outcome.state, outcome.reason = NOT_APPLICABLE, f"without {flag(row.only_with)}"
@@ -143,8 +143,7 @@ class Steering:
             environ[HANDOVER] = json.dumps(handover)
         return self.outcomes
 
-    def _is_users(self, unless: tuple[str, tuple[str, ...]], environ: Mapping[str, str]) -> bool:
-        name, values = unless
+    def _is_users(self, name: str, values: tuple[str, ...], environ: Mapping[str, str]) -> bool:
         return name in environ and name not in self._ours and (not values or environ[name].lower() in values)
 
     def _apply_row(self, row, outcome, environ, handover, argument, set_argument) -> None:

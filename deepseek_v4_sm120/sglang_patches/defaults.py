@@ -13,7 +13,7 @@ DECODE_STEPS_BETWEEN_CHUNKS = 8
 CAPTURED_ROWS = 1024  # of a prefill pass in graphs, at most; on one card
 HALF_ROWS = 2048  # of a prompt's half at least: fewer are soon bound by the host
 DEALT_STREAMS = "dealt_streams"
-LOOKS = "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS"
+INTERVAL, LOOKS = "SGLANG_GRAMMAR_POLL_INTERVAL", "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS"
 TRIED = 0  # no number: it is tried out
 # whose originals have another order of sums for another number of rows; compressors have not, sums tell themselves
 REPRODUCIBLE = (
@@ -139,16 +139,16 @@ DEFAULTS = (
         name="grammar_looks",
         why="while a schema or a set of strict tools compiles, for 0.1 s to 34, the scheduler looks for it for 5 ms in "
         "front of each step of all streams, asleep between the looks. The steps that overlap hide what is left of the "
-        "last one: by the clock of each release's own loops a step of 3 or 4 ms takes 6.6 to 6.8, of 8 ms 8.3; with "
-        "--disable-overlap-schedule each takes 5.3 more. On, it looks for 0.1 ms. A compilation is given up by the "
-        "number of looks, so there are more: an idle server waits for as long as before, a busy one longer",
+        "last one, so what is shorter than some 7 ms waits (docs/mended.md). On, it looks for 0.1 ms. A compilation is "
+        "given up by the number of looks, so there are more: by reckoning an idle server waits as long as before or up "
+        "to three times as long, a busy one longer",
         source="[R] GrammarManager and the loops of all releases, run with a clock of their own on the CPU; [M] by us, "
         "on two busy cores: XGrammar 0.2.7, DeepSeek-V4's vocabulary",
         sglang=">=0.5.12,<0.6",
         on=True,
-        how="SGLANG_GRAMMAR_POLL_INTERVAL=0.0001 SGLANG_GRAMMAR_MAX_POLL_ITERATIONS=250000 (0 never looks)",
-        environment={"SGLANG_GRAMMAR_POLL_INTERVAL": "0.0001", LOOKS: "250000"},
-        unless=(LOOKS, ()),  # who set how often one is looked for meant looks of 5 ms
+        how=f"{INTERVAL} and {LOOKS} (an interval of 0 never looks)",
+        environment={INTERVAL: "0.0001", LOOKS: "400000"},
+        unless=((LOOKS, ()), (INTERVAL, ())),  # one goes by the other
     ),
     Default(
         name="start_on_sm120",
@@ -176,7 +176,7 @@ DEFAULTS = (
         on=True,
         how="--moe-runner-backend",
         arguments={"moe_runner_backend": "marlin"},
-        unless=("SGLANG_DSV4_FP4_EXPERTS", ("0", "false", "no", "n", "f")),
+        unless=(("SGLANG_DSV4_FP4_EXPERTS", ("0", "false", "no", "n", "f")),),
     ),
     Default(
         name="custom_all_reduce_v1",

@@ -350,7 +350,7 @@ class Case:
         folder = os.path.join(self.options.out, f"{self.options.name}_trace_{batch}_{length}_{new}")
         shutil.rmtree(folder, ignore_errors=True)  # an earlier run's trace must not be taken for this one's
         self.engine.start_profile(output_dir=folder, activities=["GPU"], profile_id=f"bs{batch}_{new}")
-        self.generate(batch, length, 1 + new, 5)
+        self.generate(batch, length, 1 + new, returns_stage.TRACED)
         self.engine.stop_profile()  # returns when the trace is written
         traces = glob.glob(folder + "/**/*.json.gz", recursive=True)
         if len(traces) > 1:  # of several cards: a trace for each rank

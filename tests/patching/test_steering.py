@@ -156,7 +156,7 @@ def test_what_was_set_already_is_no_quarrel():
 
 def test_a_row_that_makes_no_sense_with_a_variable():
     row = Default(name="fp4", why="w", source="s", sglang="a", on=True, how="h", arguments={"x": VALUE}, value=1,
-                  unless=("STOCK_FP4", ("0", "false")))  # fmt: skip
+                  unless=(("STOCK_FP4", ("0", "false")),))  # fmt: skip
     for said, state in ((None, ON), ("1", ON), ("", ON), ("0", NOT_APPLICABLE), ("False", NOT_APPLICABLE)):
         made, arguments = Steering((row,), Settings(), lambda versions: True), {"x": None}
         environ = {} if said is None else {"STOCK_FP4": said}

@@ -160,7 +160,7 @@ def test_what_is_ready_is_taken_and_what_is_not_is_waited_for_as_long_as_before(
 
 @pytest.mark.parametrize(
     ("own", "state"),
-    [({}, ON), ({LOOKS: "1000"}, NOT_APPLICABLE), ({LOOKS: ""}, NOT_APPLICABLE), ({INTERVAL: "1"}, ON)],
+    [({}, ON), ({LOOKS: "1000"}, NOT_APPLICABLE), ({LOOKS: ""}, NOT_APPLICABLE), ({INTERVAL: "1"}, NOT_APPLICABLE)],
 )
 def test_who_sets_how_often_it_is_looked_for_has_sglangs_interval(own, state):
     """1,000 looks of 5 ms are seconds, of 0.1 ms next to nothing."""

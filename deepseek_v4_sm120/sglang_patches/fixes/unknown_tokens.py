@@ -36,7 +36,9 @@ def replace_validate(original: Callable) -> Callable:
 
 
 def refuse_unknown(what: str, tokens, size: int) -> None:
-    if tokens is None or not len(tokens):  # a caller in Python may give an array, which has no truth of its own
+    if hasattr(tokens, "tolist"):  # a caller in Python may give an array, which has no truth of its own, or a tensor
+        tokens = tokens.tolist()
+    if not tokens:
         return
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < size:
