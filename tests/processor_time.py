@@ -4,8 +4,8 @@ Processor time, own and of child processes, not hours of the clock: a machine th
 longer, hardly a test's seconds. By how much it is slower than the one on which MOST was found tells a loop that each
 process of the run goes through now and then, among the tests; what is judged is divided by that. At the end the slowest
 files and tests are told. A run of the whole suite fails where all tests together, or one alone, take more than MOST,
-which is about a third (one: three times) more than what they took when it was written (1,303 s, the longest one 15,
-where the loop took 3.3 ms): make them cheaper, or put another figure here and say in its commit what it buys. What
+which is about half (one: three times) more than what they took when it was written (1,124 s, the longest one 14,
+where the loop took 3.7 ms): make them cheaper, or put another figure here and say in its commit what it buys. What
 fixtures take at their ends, among it the processes of loaded_python.py, is no single test's.
 """
 

@@ -50,17 +50,16 @@ def measure(case, of_passes):
 
 
 def of_length(case, length, of_passes):
-    found = {kind: {"ms": [], "cached": [], "sources": []} for kind in (COMPUTED, CARD, LATER)}
+    found = {kind: {"ms": [], "cached": [], "sources": []} for kind in (COMPUTED, CARD, LATER, FRESH)}
     for i in range(REPEATS):
-        for kind in found:
+        for kind in (COMPUTED, CARD, LATER):
             if kind == LATER:
                 fill(case, 50 * i)
             seconds, (answer,) = case.first_tokens(1, length, 1000 + i)
             tell(found[kind], answer["meta_info"], 1e3 * seconds)
-    found[FRESH] = {"ms": [], "cached": [], "sources": []}
     few = length - (found[CARD]["cached"][-1] or 0)
     for i in range(REPEATS):
-        seconds, (answer,) = case.first_tokens(1, few, 3000 + i)
+        seconds, (answer,) = case.first_tokens(1, few, 3000 + length + i)
         tell(found[FRESH], answer["meta_info"], 1e3 * seconds)
     case.first_tokens(1, length, TRACED)
     (found["card"],) = of_passes(case.events(1, 0, length), 1)

@@ -19,9 +19,9 @@ from build_wheels import TOOL_WHEELS, private_venv  # noqa: E402
 # With -O3 what an instruction does to 32 lanes is done to vectors of them; elsewhere more than -O1 takes longer to
 # compile than it is worth.
 FLAGS = ("-std=c++20", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
-VECTORISED = ("products.cpp", "watch.cpp")
-# Compiled as one, for what all of them include takes as long as each of them; the rest is another one, for two cores.
-BESIDE_THE_REST = ("arithmetic.cpp", "conversions.cpp", "memory.cpp")
+# Each compiled as one, for what all of them include takes as long as each of them; the rest is a third, for two cores.
+PRODUCTS = ("products.cpp", "watch.cpp")
+LANES = ("arithmetic.cpp", "conversions.cpp", "memory.cpp")
 OPTIONS = argparse.Namespace(archs=list(build_artifact.ARCHS), nvcc_flags=build_artifact.NVCC_FLAGS)
 
 
@@ -41,15 +41,15 @@ def built() -> tuple[Path, list[Path]]:
             results, toolkit, compiler, pybind11, [interpreter], OPTIONS, defines
         )
 
-        def compiled(names: tuple[str, ...]) -> Path:
+        def compiled(names: tuple[str, ...], level: str) -> Path:
             source = own.text("".join(f'#include "{name}"\n' for name in names))
-            level = "-O1" if names == tuple(sorted(rest)) else "-O3"
             command = [compiler, *FLAGS, level, "-I.", "-isystem", toolkit.include, "-x", "c++", "-c", source]
             return own.make(command, own.included(source), ".o")
 
-        rest = {path.name for path in HERE.glob("*.cpp")} - {*VECTORISED, *BESIDE_THE_REST}
+        rest = {path.name for path in HERE.glob("*.cpp")} - {*PRODUCTS, *LANES}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            emulator = list(pool.map(compiled, (tuple(sorted(rest)), BESIDE_THE_REST, VECTORISED)))
+            units = ((tuple(sorted(rest)), "-O1"), (LANES, "-O3"), (PRODUCTS, "-O3"))
+            emulator = list(pool.map(lambda unit: compiled(*unit), units))
         link = [compiler, "-shared", "-Wl,-Bsymbolic", *objects, *bindings, *emulator]
         module = own.make([*link, "-ldl", "-lrt", "-lpthread"], [], ".so")
     folders = [path.with_name(f"{path.name}.kept") for path in objects]

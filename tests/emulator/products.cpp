@@ -47,7 +47,7 @@ void read(Warp& w, const Instruction& i, int words_of_a, Fragments& f) {
 
 using Half = double __attribute__((vector_size(sizeof(double) * kColumns / 2), may_alias));  // of a row
 
-// sum + b * a: the product of two numbers of 16 bits is exact, fused or not.
+// sum + b * a: the product of two numbers of 16 bits is exact in double, fused or not.
 Half added(Half sum, Half b, double a) {
 #ifdef __FMA__
   return _mm256_fmadd_pd(b, _mm256_set1_pd(a), sum);

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +69,16 @@ def test_the_emulator_and_the_build_are_two_modules_in_either_order(torch_python
         subprocess.run([*torch_python(), "-c", code], check=True, cwd=REPO)
 
 
+ROUNDED = {  # instruction: what it computes, exactly but for sqrt, which is some 2^-90 below
+    "add.{mode}.f32 {to}, %f1, %f2;": lambda a, b: a + b,
+    "sub.{mode}.f32 {to}, %f1, %f2;": lambda a, b: a - b,
+    "mul.{mode}.f32 {to}, %f1, %f2;": lambda a, b: a * b,
+    "div.{mode}.f32 {to}, %f1, %f2;": lambda a, b: a / b,
+    "fma.{mode}.f32 {to}, %f1, %f2, %f1;": lambda a, b: a * b + a,
+    "rcp.{mode}.f32 {to}, %f2;": lambda a, b: 1 / b,
+    "sqrt.{mode}.f32 {to}, %f2;": lambda a, b: Fraction(math.isqrt(math.floor(b * 4**100)), 2**100),
+}
+MODES = ("rn", "rm", "rp", "rz")
 ROUNDS = """.visible .entry rounds(.param .u64 given)
 {
 .reg .pred %p<2>;
@@ -81,28 +94,38 @@ setp.lt.u32 %p1, %r1, 40;
 @%p1 bra $there;
 ret;
 $there:
-add.rn.f32 %f3, %f1, %f2;
-add.rm.f32 %f4, %f1, %f2;
-add.rp.f32 %f5, %f1, %f2;
-add.rz.f32 %f6, %f1, %f2;
+ROUNDED
 st.global.v4.f32 [%rd3], {%f3, %f4, %f5, %f6};
 ret;
 }
 """
 
 
-def test_floats_round_by_their_mode():
+def rounded(exact, mode):
+    """A number to float32, in the middle between two to the even one, as np.float32 does."""
+    near = np.float32(float(exact))
+    around = [np.nextafter(near, np.float32(way)) for way in (-np.inf, np.inf)]
+    below = max(one for one in (near, *around) if Fraction(float(one)) <= exact)
+    above = min(one for one in (near, *around) if Fraction(float(one)) >= exact)
+    nearest = min((near, below, above), key=lambda one: abs(Fraction(float(one)) - exact))
+    return float({"rn": nearest, "rm": below, "rp": above, "rz": below if exact > 0 else above}[mode])
+
+
+@pytest.mark.parametrize("instruction", ROUNDED, ids=lambda text: text.split(".")[0])
+def test_floats_round_by_their_mode(instruction):
     """In a whole warp, and in one of which eight lanes are left."""
     given = torch.zeros(64, 4)
-    given[:, 0], given[:, 1] = 1.0, 2.0**-30
-    given[::2, :2] *= -1
-    upper = 1 + 2.0**-23
+    given[:, 0], given[:, 1] = 1 + 2.0**-23, 0.7
+    given[::2, 0] *= -1
+    text = "\n".join(instruction.format(mode=mode, to=f"%f{3 + n}") for n, mode in enumerate(MODES))
+    name = f"rounds_{instruction.split('.')[0]}"
     with emulated():
-        library().emulator_ptx(ROUNDS.encode())
-        out = torch.zeros(64, 4)
-        out.copy_(given)
+        library().emulator_ptx(ROUNDS.replace("ROUNDED", text).replace("rounds", name).encode())
+        out = given.clone()
         sizes = (ctypes.c_uint32 * 5)(1, 1, 1, 64, 0)
-        called(library().emulator_launch(b"rounds", sizes, (ctypes.c_uint64 * 1)(out.data_ptr()), 8))
+        called(library().emulator_launch(name.encode(), sizes, (ctypes.c_uint64 * 1)(out.data_ptr()), 8))
         found = out.tolist()
-    assert found[:40] == [[-1, -upper, -1, -1], [1, 1, upper, 1]] * 20
+    a, b = (Fraction(float(one)) for one in given[1, :2])
+    expected = [[rounded(ROUNDED[instruction](sign * a, b), mode) for mode in MODES] for sign in (-1, 1)]
+    assert len({*expected[0], *expected[1]}) >= 2 and found[:40] == expected * 20
     assert found[40:] == given[40:].tolist()

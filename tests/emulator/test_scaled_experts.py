@@ -55,6 +55,13 @@ def test_what_the_rounding_costs():
     assert 0.01 < relative_error(found, reference.mxfp4_moe(**inputs.arguments())) < 0.06
 
 
+def test_a_size_that_it_does_not_take_is_refused():
+    inputs = spec.make_inputs(spec.Shape(4, 256, 128, experts=3, topk=2), device="cpu")
+    words = r'^mxfp4_moe: activations must be "bf16" for inter 128, 128 more than a multiple of 512, got mxfp8'
+    with emulated(**SCHEDULES["long turns"]), pytest.raises(ValueError, match=words):
+        mxfp4_moe.mxfp4_moe(**inputs.arguments(), activations="mxfp8")
+
+
 @pytest.mark.parametrize("activations", ["bf16", "mxfp8"])
 def test_rows_behind_the_real_ones_change_no_bit(activations):
     """Of a pass that is padded to a graph's rows: ids of no expert, and rows that are no numbers, at experts that real
