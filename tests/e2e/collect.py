@@ -515,8 +515,8 @@ def added(old, new, is_timed=True):
     if is_well and old["runs"].keys() - new["runs"].keys():
         known = {identity(r) for r in old["rows"] if r["value"] is not None and SHARE.search(r["metric"])}
         fresh = [r for r in fresh if r["value"] is not None or identity(r) not in known]
+    fresh = soak_rows.beside_longer(old["rows"], fresh)
     replaced = {identity(r) for r in fresh}
-    kept = [r for r in old["rows"] if identity(r) not in replaced]
     return {
         **old,
         **({"features": features} if features else {}),
@@ -525,7 +525,7 @@ def added(old, new, is_timed=True):
         "commit": ", ".join(dict.fromkeys(f"{old['commit']}, {new['commit']}".split(", "))),
         "command": list(dict.fromkeys([*old["command"], *new["command"]])),
         "runs": old["runs"] | new["runs"],
-        "rows": [r for r in kept if not r["case"].startswith(FEATURE)] + fresh,
+        "rows": [r for r in old["rows"] if identity(r) not in replaced and not r["case"].startswith(FEATURE)] + fresh,
     }
 
 

@@ -37,6 +37,8 @@ MORE_BARS |= {"streams with words": 0, "words given to captures": 0, "entries of
 MORE_BARS |= {"entries of our modules' lists, sets, dicts": 0, "memory of torch's allocator, MiB": 64}
 REPORTED = ("host memory, MiB", "entries of caches with a limit", "passes in halves")
 FIRST_FAULTS = 5
+HOURS = "hours under load"
+OF_CARDS = "soak, card "  # how their cases begin
 
 
 def line(points: list) -> tuple[float, float]:
@@ -132,7 +134,7 @@ def server_rows(row, name: str, calls: list) -> list:
     if not calls:
         return rows
     loads = [call["load"] for call in calls]
-    add("hours under load", sum(load["seconds"] for load in loads) / 3600)
+    add(HOURS, sum(load["seconds"] for load in loads) / 3600)
     counts = sum((Counter(load["counts"]) for load in loads), Counter())
     add("requests", sum(counts.values()))
     for kind, count in sorted(counts.items()):
@@ -213,7 +215,7 @@ def card_rows(row, cards: dict) -> list:
     """{(card, does stock have a server there): {what of it is known: a series of each call}}"""
     rows = []
     for (card, has_stock), known in sorted(cards.items()):
-        case, impl = f"soak, card {card}, all servers", "all servers of a call" + ", stock's too" * has_stock
+        case, impl = f"{OF_CARDS}{card}, all servers", "all servers of a call" + ", stock's too" * has_stock
 
         def add(metric, value, bar=None, case=case, impl=impl, judged=not has_stock):
             rows.append(row(case, impl, metric, value, bar if judged else None, ISSUE))
@@ -247,3 +249,16 @@ def rows(row, soaks: list) -> list:
     if soaks and not cards:
         cards = {("unknown", False): {DRIVERS: [[]]}}  # nobody looked: a bar that is missed
     return found + card_rows(row, cards)
+
+
+def beside_longer(old: list, fresh: list) -> list:
+    """Of `fresh`, a later call's rows, those that take the place of `old`'s or stand beside them: a server's stay that
+    was under load for longer before, the cards' where any was, but for bars that the shorter call has missed. A short
+    call's slopes have such errors that no bar is missed by them."""
+    before, now = ({r["case"]: r["value"] for r in rows if r["metric"] == HOURS} for rows in (old, fresh))
+    stay = [case for case, hours in now.items() if hours < before.get(case, 0)]
+    if max(now.values(), default=0) < max(before.values(), default=0):
+        stay.append(OF_CARDS)
+    for case in stay:
+        print(f"collect: {case.strip()}: a load before was longer, its rows stay")
+    return [r for r in fresh if r["met"] is False or not r["case"].startswith(tuple(stay))]

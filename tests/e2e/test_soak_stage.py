@@ -553,3 +553,27 @@ def test_the_plugin_sees_our_words_caches_and_lists(tmp_path, monkeypatch):
 )
 def test_how_a_marker_differs(answer, how):
     assert soak_load.unlike(answer, ((1, 2, 3), (-1.0, -2.0))) == how
+
+
+def test_a_shorter_soak_does_not_take_the_place_of_a_longer_one(capsys):
+    def rows(hours, faults, slope, server="plain"):
+        given = {soak_rows.HOURS: (hours, None), "faults": (faults, 0), "MiB": (slope, 100)}
+        known = [collect.row(f"soak, {server}", "ours", metric, *one) for metric, one in given.items()]
+        return [*known, collect.row("soak, card 0, all servers", "all", "MiB", slope, 100)]
+
+    def told(old, new):
+        table = {"device": {"name": "H"}, "sglang": ["1"], "date": "", "commit": "", "command": [], "runs": {}}
+        found = collect.added(table | {"rows": old}, table | {"rows": new})["rows"]
+        return {(r["case"].split(",")[1], r["metric"]): r["value"] for r in found}
+
+    long, card = told([], rows(2, 0, 145)), (" card 0", "MiB")
+    assert long == {(" plain", soak_rows.HOURS): 2, (" plain", "faults"): 0, (" plain", "MiB"): 145, card: 145}
+    assert told(rows(2, 0, 145), rows(1, 0, 20)) == long
+    assert capsys.readouterr().out.count("a load before was longer") == 2
+    assert told(rows(2, 0, 145), rows(1, 3, 20)) == long | {(" plain", "faults"): 3}
+    eagle = told([], rows(1, 0, 20, "eagle"))
+    assert told(rows(2, 0, 145), rows(1, 0, 20, "eagle")) == eagle | long
+    capsys.readouterr()
+    assert told(rows(2, 0, 145), rows(2, 0, 20)) == told([], rows(2, 0, 20))
+    assert told(rows(1, 0, 20), rows(2, 0, 145)) == long
+    assert not capsys.readouterr().out
