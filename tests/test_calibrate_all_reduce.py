@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.commands.calibrate import command, worker
+from deepseek_v4_sm120.commands.workers import MARK
 from deepseek_v4_sm120.ops.all_reduce_probe import Verdict, Way
 from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference
 from deepseek_v4_sm120.specs import all_reduce as spec
@@ -170,7 +171,7 @@ def test_what_a_worker_says_of_it(monkeypatch, capsys):
     providers = spec.providers()
     monkeypatch.setattr(spec, "providers", lambda: [one for one in providers if one.name != STOCK])
     worker.run_job("all_reduce", spec.NCCL, SHAPES)
-    lines = [line.removeprefix(worker.MARK) for line in capsys.readouterr().out.splitlines() if worker.MARK in line]
+    lines = [line.removeprefix(MARK) for line in capsys.readouterr().out.splitlines() if MARK in line]
     assert [json.loads(line) for line in lines] == [
         {"case": "2 cards, 1 rows", "error": 0.0, "us": 5.0, "how": "graph", "point": "1 rows", "calls": 87},
         {"case": "2 cards, 8 rows", "error": None, "allowed": 0.01},

@@ -13,6 +13,7 @@ import pytest
 
 from deepseek_v4_sm120.commands.calibrate import command, worker
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.workers import MARK
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.specs import mxfp4_moe, provider
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
@@ -57,8 +58,8 @@ def workers(tmp_path, monkeypatch):
         return real([sys.executable, str(script), *words[3:]], **how)
 
     def prepare(**what):
-        template[:] = [WORKER.replace("WHAT", repr(what)).replace("MARK", worker.MARK)]
-        monkeypatch.setattr(command.subprocess, "Popen", popen)
+        template[:] = [WORKER.replace("WHAT", repr(what)).replace("MARK", MARK)]
+        monkeypatch.setattr(subprocess, "Popen", popen)
         monkeypatch.setattr(command.nvidia_smi, "read", lambda run: SimpleNamespace(gpus=()))
         return started
 
@@ -209,8 +210,8 @@ def worker_says(python, jobs, seconds=None):
         *map(json.dumps, (SHAPES, jobs, seconds)),
     ]
     done = subprocess.run(words, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(worker.MARK)]
-    return [json.loads(line.removeprefix(worker.MARK)) for line in lines]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    return [json.loads(line.removeprefix(MARK)) for line in lines]
 
 
 def test_the_worker_itself_tells_that_there_is_no_gpu(torch_python):

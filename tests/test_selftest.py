@@ -11,7 +11,7 @@ import torch
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import selftest
-from deepseek_v4_sm120.commands.selftest import build_and_layout
+from deepseek_v4_sm120.commands.selftest import apart, build_and_layout
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
@@ -98,9 +98,28 @@ def test_each_outcome_is_printed_when_it_is_there(monkeypatch, capsys):
 
     todo = [Check("op", "first", lambda: "fine"), Check("longer_op", "the second", second)]
     monkeypatch.setattr(selftest, "checks", lambda quick: iter(todo))
-    monkeypatch.setattr(selftest, "_missing", lambda require_gpu: {})
+    monkeypatch.setattr(selftest, "what_is_missing", lambda require_gpu: {"module": (selftest.FAIL, "none")})
     assert selftest.main([]) == 0
     assert capsys.readouterr().out == "longer_op  the second  PASS     fine, too\n2 PASS, 0 FAIL, 0 NOT RUN\n"
+
+
+def test_where_there_is_a_card_the_checks_are_asked_apart(monkeypatch, capsys):
+    asked = []
+
+    def outcomes(todo, quick, require_gpu):
+        asked.append((len(todo), quick, require_gpu))
+        yield from (selftest.Outcome(check.operator, check.name, "PASS", "fine", 0.0) for check in todo)
+
+    monkeypatch.setattr(apart, "outcomes", outcomes)
+    monkeypatch.setattr(selftest, "checks", lambda quick: iter([Check("op", "one", str), Check("op", "two", str)]))
+    monkeypatch.setattr(selftest, "_card", lambda: "")
+    for missing, detail in (({"block-scaled FP8": ("NOT RUN", "none")}, "fine"), ({"GPU": ("NOT RUN", "none")}, "")):
+        monkeypatch.setattr(selftest, "what_is_missing", lambda require_gpu, missing=missing: missing)
+        assert selftest.main(["--quick", "--require-gpu"]) == 0
+        assert [line.split()[2:] for line in capsys.readouterr().out.splitlines()[1:3]] == [
+            ["PASS", *detail.split()]
+        ] * 2
+    assert asked == [(2, True, True)]
 
 
 def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys):
@@ -111,7 +130,7 @@ def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys)
 
 def test_where_no_kernel_ran_the_last_line_says_so(capsys, monkeypatch):
     monkeypatch.setattr(extension, "explain", lambda: None)
-    monkeypatch.setattr(selftest, "_run", lambda *_: selftest.Outcome("a", "b", "NOT RUN", "c", 0.0))
+    monkeypatch.setattr(selftest, "run_check", lambda *_: selftest.Outcome("a", "b", "NOT RUN", "c", 0.0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert selftest.main(["--quick"]) == 0
     assert "No kernel was run: no GPU: torch" in capsys.readouterr().out.splitlines()[-1]
@@ -129,8 +148,8 @@ def test_the_same_reason_is_printed_once(capsys, monkeypatch):
 def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(extension, "explain", lambda: None)
-    run = selftest._run
-    monkeypatch.setattr(selftest, "_run", lambda check, *given: run(replace(check, run=str), *given))
+    run = selftest.run_check
+    monkeypatch.setattr(selftest, "run_check", lambda check, *given: run(replace(check, run=str), *given))
     status, found = outcomes(capsys)
     on_gpu = {name for name, check in found.items() if "no GPU" in check["detail"]}
     assert status == 0 and on_gpu and {found[name]["result"] for name in on_gpu} == {"NOT RUN"}
@@ -154,7 +173,7 @@ def test_a_card_that_others_fill_is_no_fault_of_an_operator(said, monkeypatch):
 
     def result(free_gib, require_gpu=False, check=fails):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 96 << 30))
-        return selftest._run(Check("op", "large", check), {}, require_gpu)
+        return selftest.run_check(Check("op", "large", check), {}, require_gpu)
 
     def wrong():
         raise RuntimeError("illegal memory access")
@@ -178,7 +197,7 @@ def test_who_fills_the_card_himself_is_at_fault(own_gib, result, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 96 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: own_gib << 30)
-    assert selftest._run(Check("op", "large", fails), {}, False).result == result
+    assert selftest.run_check(Check("op", "large", fails), {}, False).result == result
 
 
 @pytest.mark.parametrize("quick", [True, False])

@@ -224,7 +224,7 @@ def test_a_question_that_could_not_be_asked_is_not_run_and_says_why(monkeypatch)
     def not_asked() -> str:
         raise NotRun("launches do not overlap here")
 
-    outcome = selftest._run(card.Check("card", "chain", not_asked, ()), {}, False)
+    outcome = selftest.run_check(card.Check("card", "chain", not_asked, ()), {}, False)
     assert (outcome.result, outcome.detail) == (selftest.NOT_RUN, "launches do not overlap here")
 
 
@@ -233,5 +233,5 @@ def test_the_block_scaled_question_is_for_cards_that_have_it():
     assert len(needs) == 9 and all("GPU" in names for names in needs.values())
     missing = {"block-scaled FP8": (selftest.NOT_RUN, "NVIDIA H200 has no block-scaled mma.sync")}
     by_name = {check.name: check for check in card.checks(quick=True)}
-    outcome = selftest._run(by_name["block-scaled mma against software"], missing, False)
+    outcome = selftest.run_check(by_name["block-scaled mma against software"], missing, False)
     assert outcome.result == selftest.NOT_RUN and "H200" in outcome.detail

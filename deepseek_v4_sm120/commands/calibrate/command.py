@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import importlib.util
 import json
 import math
 import os
-import select
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.commands import console
+from deepseek_v4_sm120.commands import console, workers
 from deepseek_v4_sm120.commands.calibrate import worker
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.disclosure import redacted
@@ -257,11 +254,9 @@ def run_worker(jobs: list[Job], shapes: dict, clock: Clock, progress: console.Pr
     answers = Answers()
     with tempfile.TemporaryFile() as stderr:
         if clock.left() > 0:
-            process = subprocess.Popen(
-                words, stdout=subprocess.PIPE, stderr=stderr, env=worker_environment(), start_new_session=True
-            )
+            process = workers.start(words, stderr, worker_environment())
             try:
-                for answer in _answers(process, lambda: min(clock.left(), job_left())):
+                for answer in workers.answers(process, lambda: min(clock.left(), job_left())):
                     job = jobs[len(results)]
                     if "job" in answer:
                         answers, started = Answers(), time.monotonic()
@@ -280,14 +275,12 @@ def run_worker(jobs: list[Job], shapes: dict, clock: Clock, progress: console.Pr
             except KeyboardInterrupt:
                 clock.stop()
             finally:
-                code = _end(process, LAST_WORDS_SECONDS if min(clock.left(), job_left()) > 0 else 0.0)
-            stderr.seek(0)
-            said = stderr.read().decode(errors="replace")
+                code = workers.end(process, LAST_WORDS_SECONDS if min(clock.left(), job_left()) > 0 else 0.0)
+            last = workers.last_words(stderr, code)
         while len(results) < len(jobs) and clock.left() <= 0:  # the job under way, and those behind it
             ended(jobs[len(results)], answers, None)
             answers = Answers()
     if len(results) < len(jobs):
-        last = (said.strip().splitlines() or [f"no message, exit status {code}"])[-1][:200]
         ended(jobs[len(results)], answers, last if job_left() > 0 else f"not ready after {WORKER_SECONDS} s")
     return results
 
@@ -295,30 +288,6 @@ def run_worker(jobs: list[Job], shapes: dict, clock: Clock, progress: console.Pr
 def worker_environment() -> dict[str, str]:
     """Stock is stock: no patch of ours. DeepGEMM compiles what is called, not all numbers of rows that there are."""
     return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"} | os.environ | {"DSV4_SM120": "off"}
-
-
-def _answers(process: subprocess.Popen, left: Callable[[], float]) -> Iterator[dict]:
-    """What a worker says, as it comes, until it ends or no seconds are left."""
-    mark, buffer = worker.MARK.encode(), b""
-    while (seconds := left()) > 0:
-        ready, _, _ = select.select([process.stdout], [], [], min(seconds, 1.0))
-        if not ready and process.poll() is None:
-            continue
-        chunk = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
-        if not chunk:
-            return
-        *lines, buffer = (buffer + chunk).split(b"\n")
-        yield from (json.loads(line.removeprefix(mark)) for line in lines if line.startswith(mark))
-
-
-def _end(process: subprocess.Popen, patience: float) -> int:
-    """A worker's exit status, after the end of what is left of it and of the compilers that it started."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(patience)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.stdout.close()
-    return process.wait()
 
 
 def as_result(job: Job, answers: Answers, crash: str | None) -> dict:

@@ -20,7 +20,8 @@ import math
 import sys
 import time
 
-MARK = "calibrate: "  # begins every line of ours: libraries print, too
+from deepseek_v4_sm120.commands.workers import say
+
 MAX_CALLS = 512
 EAGER_CALLS = 5
 
@@ -28,10 +29,6 @@ EAGER_CALLS = 5
 def operator(name: str):
     """The module that describes an operator."""
     return importlib.import_module(f"deepseek_v4_sm120.specs.{name}")
-
-
-def say(**values) -> None:
-    print(f"\n{MARK}{json.dumps(values)}", flush=True)
 
 
 def check(described, provider: str, call, case) -> float:

@@ -7,16 +7,18 @@ nothing can be looked at. `--require-gpu` makes a failure of what did not run fo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.ending import as_interrupts
 from deepseek_v4_sm120.commands.selftest import build_and_layout, card
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
@@ -43,7 +45,7 @@ def checks(quick: bool) -> Iterator[Check]:
         yield from importlib.import_module(f"deepseek_v4_sm120.specs.{operator}").checks(quick)
 
 
-def _missing(require_gpu: bool) -> dict[str, tuple[str, str]]:
+def what_is_missing(require_gpu: bool) -> dict[str, tuple[str, str]]:
     """What the checks need and this machine lacks: name -> (result, reason)."""
     without_gpu = FAIL if require_gpu else NOT_RUN
     missing = {}
@@ -87,7 +89,7 @@ def _shortage(error: Exception) -> str | None:
     return f"{free} of {total} MiB are free on this card: end what holds the others, a server, and ask again"
 
 
-def _run(check: Check, missing: dict[str, tuple[str, str]], require_gpu: bool) -> Outcome:
+def run_check(check: Check, missing: dict[str, tuple[str, str]], require_gpu: bool) -> Outcome:
     for need in check.needs:
         if need in missing:
             return Outcome(check.operator, check.name, *missing[need], 0.0)
@@ -145,12 +147,20 @@ def main(argv: list[str] | None = None) -> int:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:
         raise CommandError(f"torch does not load for {sys.executable}: {console.one_line(error)}") from error
-    missing = _missing(arguments.require_gpu)
+    missing = what_is_missing(arguments.require_gpu)
     todo = list(checks(arguments.quick))
-    outcomes = (_run(check, missing, arguments.require_gpu) for check in todo)
-    if arguments.json:
-        outcomes = list(outcomes)
-        console.print_json({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]})
-    else:
-        outcomes = _told(outcomes, todo, missing)
-    return int(any(outcome.result == FAIL for outcome in outcomes))
+    with as_interrupts(), contextlib.closing(_outcomes(todo, missing, arguments)) as outcomes:
+        if arguments.json:
+            found = list(outcomes)
+            console.print_json({"version": __version__, "checks": [asdict(outcome) for outcome in found]})
+        else:
+            found = _told(outcomes, todo, missing)
+    return int(any(outcome.result == FAIL for outcome in found))
+
+
+def _outcomes(todo: list[Check], missing: dict[str, tuple[str, str]], arguments) -> Generator[Outcome, None, None]:
+    if {"GPU", "module"}.isdisjoint(missing):
+        from deepseek_v4_sm120.commands.selftest import apart  # which asks us in turn
+
+        return apart.outcomes(todo, arguments.quick, arguments.require_gpu)
+    return (run_check(check, missing, arguments.require_gpu) for check in todo)

@@ -1,0 +1,100 @@
+"""On a card the checks run in a process of their own: one that crashes, after which CUDA answers no more, or that does
+not end is a failure, and those behind it are asked in another process.
+
+`python3 -m deepseek_v4_sm120.commands.selftest.apart FIRST QUICK REQUIRE_GPU` is such a process:
+
+    {"begins"}    the check's number
+    {"outcome"}   what came of it
+    {"is_lost"}   true: CUDA answers no more in this process, which ends
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, replace
+
+from deepseek_v4_sm120.commands import selftest, workers
+from deepseek_v4_sm120.specs.check import Check
+
+LIMIT_S = 600.0  # of one check: kernels of SGLang's and Triton's are compiled on the way
+LAST_WORDS_S = 10.0
+
+
+def outcomes(todo: Sequence[Check], quick: bool, require_gpu: bool) -> Generator[selftest.Outcome, None, None]:
+    """Of each check, in their order, as soon as it is there."""
+    told = 0
+    while told < len(todo):
+        found, has_begun = [], False
+        for outcome in _of_process(todo, told, quick, require_gpu):
+            if outcome is None:
+                has_begun = True
+                continue
+            found.append(outcome)
+            yield outcome
+        told += len(found)
+        if not has_begun:  # nor would another one
+            yield from (replace(found[-1], operator=check.operator, check=check.name) for check in todo[told:])
+            return
+
+
+def _of_process(todo: Sequence[Check], first: int, quick: bool, require_gpu: bool) -> Iterator[selftest.Outcome | None]:
+    """Outcomes from the number `first` on until one process ends, behind None for a check that begins; the last one may
+    be what ended it."""
+    number, begun = first, time.monotonic()
+
+    def left() -> float:
+        return LIMIT_S - (time.monotonic() - begun)
+
+    words = [sys.executable, "-m", __name__, *map(json.dumps, (first, quick, require_gpu))]
+    with tempfile.TemporaryFile() as stderr:
+        process, patience = workers.start(words, stderr), 0.0  # none for one that is interrupted
+        try:
+            for answer in workers.answers(process, left):
+                if "begins" in answer:
+                    begun = time.monotonic()
+                    yield None
+                elif "outcome" in answer:
+                    number, begun = number + 1, time.monotonic()
+                    yield selftest.Outcome(**answer["outcome"])
+                    if answer["is_lost"] or number == len(todo):
+                        return
+            in_time = left() > 0
+            patience = LAST_WORDS_S if in_time else 0.0
+        finally:
+            last = workers.last_words(stderr, workers.end(process, patience))
+    why = f"its process ended: {last}" if in_time else f"not at its end after {LIMIT_S:.0f} s"
+    yield selftest.Outcome(todo[number].operator, todo[number].name, selftest.FAIL, why, round(LIMIT_S - left(), 3))
+
+
+def _lost() -> str | None:
+    """Why CUDA answers no more in this process."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever it is, this process is of no use any more
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    first, quick, require_gpu = map(json.loads, argv)
+    todo, missing = list(selftest.checks(quick)), selftest.what_is_missing(require_gpu)
+    for number in range(first, len(todo)):
+        workers.say(begins=number)
+        outcome = selftest.run_check(todo[number], missing, require_gpu)
+        lost = _lost()
+        if lost is not None and outcome.result == selftest.PASS:  # a kernel that ended behind the answer
+            outcome = replace(outcome, result=selftest.FAIL, detail=lost)
+        workers.say(outcome=asdict(outcome), is_lost=lost is not None)
+        if lost is not None:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""Processes of a command's own: what they find out comes in lines of JSON, and none leaves anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
+
+MARK = "answer: "  # begins every line of ours: libraries print, too
+
+
+def say(**values) -> None:
+    """In a worker: an answer."""
+    print(f"\n{MARK}{json.dumps(values)}", flush=True)
+
+
+def start(words: Sequence[str], stderr: IO, environment: dict[str, str] | None = None) -> subprocess.Popen:
+    """A worker in a session of its own; stderr: where its last words go."""
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, env=environment, start_new_session=True)
+
+
+def answers(process: subprocess.Popen, left: Callable[[], float]) -> Iterator[dict]:
+    """What a worker says, as it comes, until it ends or no seconds are left."""
+    mark, buffer = MARK.encode(), b""
+    while (seconds := left()) > 0:
+        ready, _, _ = select.select([process.stdout], [], [], min(seconds, 1.0))
+        if not ready and process.poll() is None:
+            continue
+        chunk = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
+        if not chunk:
+            return
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        yield from (json.loads(line.removeprefix(mark)) for line in lines if line.startswith(mark))
+
+
+def end(process: subprocess.Popen, patience: float) -> int:
+    """A worker's exit status, after the end of what is left of it and of the compilers that it started."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.stdout.close()
+    return process.wait()
+
+
+def last_words(stderr: IO, code: int) -> str:
+    """The last line that an ended worker wrote, and what ended it where that was a signal."""
+    stderr.seek(0)
+    lines = stderr.read().decode(errors="replace").strip().splitlines()
+    said = lines[-1][:200] if lines else ""
+    if code >= 0:
+        return said or f"no message, exit status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time one
+        name = f"signal {-code}"
+    return f"{name}: {said}" if said else f"{name}, no message"
