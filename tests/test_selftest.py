@@ -122,6 +122,17 @@ def test_where_there_is_a_card_the_checks_are_asked_apart(monkeypatch, capsys):
     assert asked == [(2, True, True)]
 
 
+def test_how_to_serve_without_what_failed_is_said(monkeypatch, capsys):
+    results = {"card": "FAIL", "mhc": "FAIL", "wo_a": "PASS", "bf16_linear": "FAIL", "compressor": "NOT RUN"}
+    todo = [Check(name, "one", str) for name in (*results, "mhc")]
+    made = [selftest.Outcome(check.operator, "one", results[check.operator], "why", 0.0) for check in todo]
+    for missing, said in (({}, True), ({"module": ("FAIL", "none")}, False), ({"GPU": ("FAIL", "none")}, False)):
+        selftest._told(made, todo, missing)
+        assert ("\nDSV4_SM120_SET=bf16_linear=off,mhc=off leaves" in capsys.readouterr().out) == said, missing
+    selftest._told(made[2:3], todo, {})
+    assert "DSV4" not in capsys.readouterr().out
+
+
 def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(extension, "explain", lambda: "no compiled module; build with ./build_docker.sh")
     status, found = outcomes(capsys)

@@ -130,8 +130,14 @@ def _told(outcomes: Iterable[Outcome], todo: list[Check], missing: dict[str, tup
         told.append(o)
     counts = {result: sum(outcome.result == result for outcome in told) for result in (PASS, FAIL, NOT_RUN)}
     console.say(", ".join(f"{count} {result}" for result, count in counts.items()))
+    failed = [name for name in OPS if any((o.operator, o.result) == (name, FAIL) for o in told)]
     if "GPU" in missing:
         console.say(f"No kernel was run: {missing['GPU'][1]}. In a container: docker run --gpus all")
+    elif failed and "module" not in missing:
+        left_out = ",".join(f"{name}=off" for name in failed)
+        console.say(
+            f"DSV4_SM120_SET={left_out} leaves what failed to SGLang; the checks of `card` say what depends on them"
+        )
     return told
 
 
