@@ -141,7 +141,7 @@ def of_experts(rows: int) -> Callable:
     shapes = (EXPERTS, 2 * INTER, HIDDEN // 2), (EXPERTS, HIDDEN, INTER // 2)
     w13, w2 = (torch.empty(shape, dtype=torch.uint8) for shape in shapes)  # never written: no memory
     scales = [torch.empty((*w.shape[:2], w.shape[2] // 16), dtype=torch.uint8) for w in (w13, w2)]
-    experts = mxfp4_moe.Experts(w13, scales[0], w2, scales[1], 0, False, 10.0, "bf16", None)
+    experts = mxfp4_moe.Experts(w13, scales[0], w2, scales[1], 0, False, 10.0, "bf16")
     layer = SimpleNamespace(**{mxfp4_moe.KEPT: experts})
     module = ModuleType("host_time_dispatcher")
     module.StandardCombineInput = lambda hidden_states: hidden_states

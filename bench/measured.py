@@ -263,8 +263,8 @@ SECTIONS = {
     ),
     "e2e_experts_sglang": Section(
         "Prompts' experts as on SM120",
-        "Kernels that a 12.x card takes and a Hopper engine does not, in such an engine: `wide` (W4A16), and `scaled` "
-        "(W4A8), which multiplies in bf16 there.",
+        "Kernels that a 12.x card takes, in a Hopper engine: `wide` (W4A16), which it takes by itself since 2026-12-01 "
+        "(Triton's until then), and `scaled` (W4A8), which multiplies in bf16 there.",
         SHADOW
         | {
             "calls above 256 rows by its kernel": "its calls above 256 rows",
@@ -327,7 +327,8 @@ SECTIONS = {
     ),
     "mxfp4_moe_h200": Section(
         "mxfp4_moe",
-        "Of one layer, weights cold.",
+        "Of one layer, weights cold. Ours from 512 rows on are Triton's kernels, which ran on SM90 until 2026-12-01; "
+        "what runs since is `wide` of the prompts below.",
         MICROSECONDS | {"read_share": "share of read bandwidth", "tflops": "TFLOP/s"},
     ),
     "mxfp4_moe_tp4_h100": Section(
@@ -337,8 +338,9 @@ SECTIONS = {
     ),
     "mxfp4_moe_prompts_h200": Section(
         "mxfp4_moe, prompts",
-        "In bf16. Triton by mma.sync: compiled as for SM120, which has no wgmma, with its table's blocks and with the "
-        "fastest. W4A8: the kernel that SM120 runs by an instruction of its own, here with two products for one.",
+        "In bf16. Triton's, which ran on SM90 until 2026-12-01: by wgmma, and by mma.sync, compiled as for SM120 with "
+        "its table's blocks and with the fastest. W4A8: the kernel that SM120 runs by an instruction of its own, here "
+        "with two products for one.",
         MICROSECONDS | {"tflops": "TFLOP/s", "ratio": "a FLOP's time to TP1's"},
     ),
     "fp8_linear_h200": Section(

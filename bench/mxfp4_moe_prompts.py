@@ -1,20 +1,16 @@
 #!/usr/bin/env python3
-"""Prompts' experts with SM120's instructions: `python3 bench/mxfp4_moe_prompts.py [--tp 1 2 4] [--rows 8192]`.
+"""Prompts' experts: `python3 bench/mxfp4_moe_prompts.py [--tp 1 2 4] [--rows 8192]`.
 
-On an SM90 Triton multiplies by wgmma, which an SM120 does not have. Triton's option `arch` compiles the same kernels as
-for sm_120, layouts and pipelining included, down to PTX; ptxas then makes SM90 code of it: mma.sync. So what SM120 runs
-is compared on an SM90: the same instructions, not the same rates. Triton's with the blocks that
-ops/triton/mxfp4_moe_table.py gives an SM120, and with the fastest ones. What an SM120 runs with MXFP8 activations has
-its instruction there alone: here the same kernel multiplies the same numbers in bf16, two mma for one. Most rows first;
-writes every number as JSON, after every case.
+wide.cuh, the same with one order of sums, and with MXFP8 activations, whose instruction SM120 alone has: here the same
+kernel multiplies the same numbers in bf16, two mma for one. Beside two ceilings: mma.sync and nothing else, and cuBLAS.
+Until 2026-12-01 Triton's grouped GEMMs stood beside them, by wgmma and compiled as for SM120 (docs/notes/mxfp4_moe.md).
+Most rows first; writes every number as JSON, after every case.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import needs_torch  # noqa: F401
@@ -27,38 +23,16 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 import mxfp4_moe as bench  # noqa: E402
-import tune_moe  # noqa: E402
 from mxfp4_moe_cases import PROMPTS, PROMPTS_ISSUE, Case  # noqa: E402
-from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
 from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
-from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels  # noqa: E402
-from deepseek_v4_sm120.ops.triton import mxfp4_moe_table as table  # noqa: E402
-from deepseek_v4_sm120.ops.triton.mxfp4_moe_table import Blocks  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.specs import bounds  # noqa: E402
 
-SM120 = "sm120"
-# of --search: no spills for sm_120a, and the fewest instructions for an HMMA: 9 to 11 for gate_up, 6 to 11 for down
-MMA_BLOCKS = {
-    "gate_up": ((64, 64, 64, 3, 4), (64, 128, 32, 3, 4), (128, 64, 32, 3, 8), (128, 128, 32, 3, 8)),
-    "down": ((64, 128, 64, 3, 4), (64, 256, 32, 3, 4), (128, 128, 32, 3, 4), (128, 256, 32, 3, 8)),
-}
-FASTEST = {"gate_up": Blocks(64, 64, 64, 3, 4), "down": Blocks(64, 256, 32, 3, 4)}  # what it found, H200
 SHARDED = ("TP1, 8192 rows", "TP4, 8192 rows")
 MXFP8 = "W4A8, multiplied in bf16"
 CHAINS, STEPS = 8, 4096  # of the loop that only multiplies
-
-
-@contextlib.contextmanager
-def compiled_as(arch: str) -> Iterator[None]:
-    meta = kernels._meta
-    kernels._meta = lambda height, blocks: {**meta(height, blocks), "arch": arch}
-    try:
-        yield
-    finally:
-        kernels._meta = meta
 
 
 @triton.jit
@@ -113,65 +87,25 @@ def matmul_tflops(size: int = 8192) -> float:
     return 2.0 * size**3 / common.graph_microseconds([lambda: a @ b] * 2) / 1e6
 
 
-def fastest_mma_blocks(rows: int, inter: int) -> dict[str, Blocks]:
-    """Of both products, with one block_m."""
-    with compiled_as(SM120):
-        layer, found = tune_moe.Layer(rows, inter), {}
-        for gemm, choices in MMA_BLOCKS.items():
-            for blocks in (Blocks(*choice) for choice in choices):
-                try:
-                    microseconds = layer.microseconds(gemm, blocks)
-                except (OutOfResources, tune_moe.WrongResult) as error:
-                    print(f"  {gemm} {blocks}: passed over, {error}")
-                    continue
-                print(f"  {gemm} {blocks}: {microseconds:.0f} us", flush=True)
-                best = found.get((gemm, blocks.block_m), (float("inf"),))
-                found[gemm, blocks.block_m] = min(best, (microseconds, blocks), key=lambda one: one[0])
-    whole = {m: sum(found[gemm, m][0] for gemm in MMA_BLOCKS) for m in tune_moe.BLOCK_M}
-    block_m = min(whole, key=whole.get)
-    return {gemm: found[gemm, block_m][1] for gemm in MMA_BLOCKS}
+WAYS = {
+    "wide": lambda call, weights: op.mxfp4_moe(**call, **weights),
+    "reproducible": lambda call, weights: op.mxfp4_moe(**call, **weights, reproducible=True),
+    MXFP8: lambda call, weights: op.mxfp4_moe(**call, **weights, activations="mxfp8"),
+}
 
 
-def grouped(call: dict, weights: dict, blocks: dict[str, Blocks]) -> torch.Tensor:
-    hidden, out = call["hidden"], torch.empty_like(call["hidden"])
-    routing = op.Routing(call["topk_ids"], call["topk_weights"], 0, None, 1.0)
-    tiles = op.make_tiles(routing, weights["w13"].shape[0], blocks["gate_up"].block_m)
-    given = (hidden, op.Weights(**weights, up_first=False), routing, 10.0, out, tiles)
-    op.run_grouped(*given, "w4a16", blocks["gate_up"], blocks["down"])
-    return out
-
-
-def mma_form(blocks: dict[str, Blocks]):
-    def run(call: dict, weights: dict) -> torch.Tensor:
-        with compiled_as(SM120):
-            return grouped(call, weights, blocks)
-
-    return run
-
-
-def forms(best: dict[str, Blocks]) -> dict:
-    return {
-        "wide": lambda call, weights: op.mxfp4_moe(**call, **weights, wide=True),
-        "Triton, wgmma": lambda call, weights: op.mxfp4_moe(**call, **weights, wide=False),
-        "Triton, mma, SM120's table": mma_form(table.DEFAULT),
-        "Triton, mma, fastest": mma_form(best),
-        "reproducible": lambda call, weights: op.mxfp4_moe(**call, **weights, reproducible=True),
-        MXFP8: lambda call, weights: op.mxfp4_moe(**call, **weights, activations="mxfp8"),
-    }
-
-
-def run_case(report: common.Report, case: Case, layer, ways: dict) -> tuple[str, ...]:
+def run_case(report: common.Report, case: Case, layer) -> tuple[str, ...]:
     calls, weights = bench.calls_of(case), bench.weights_of(layer)
-    results, cells = {name: way(calls[0], weights) for name, way in ways.items()}, []
-    right, few = results["Triton, wgmma"].float(), bench.few_at_a_time(**calls[0], **weights)
+    results, cells = {name: way(calls[0], weights) for name, way in WAYS.items()}, []
+    few = bench.few_at_a_time(**calls[0], **weights)
     different = int((results["reproducible"].view(torch.int16) != few.view(torch.int16)).sum())
     common.gate(f"{case.name}, reproducible", different, 0, "numbers of other bits than few rows have")
-    again = [ways["wide"](calls[0], weights) for _ in range(3)]
+    again = [WAYS["wide"](calls[0], weights) for _ in range(3)]
     common.gate(f"{case.name}, wide", sum(not torch.equal(one, again[0]) for one in again), 0, "runs of other bits")
-    for name, way in ways.items():
-        error = relative_error(results[name].float(), right)
+    for name, way in WAYS.items():
+        error = relative_error(results[name].float(), few.float())
         bound = bounds.MXFP4_MOE_MXFP8 if name == MXFP8 else bounds.MXFP4_MOE
-        common.gate(f"{case.name}, {name}", error, bound.shadow, "difference to the default")
+        common.gate(f"{case.name}, {name}", error, bound.shadow, "difference to few rows")
         microseconds = common.graph_microseconds([lambda one=one, way=way: way(one, weights) for one in calls])
         tflops = case.flops / microseconds / 1e6
         report.add(common.row(PROMPTS_ISSUE, case.name, name, "tflops", round(tflops, 1)))
@@ -196,25 +130,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in PROMPTS}))
-    parser.add_argument("--search", action="store_true", help="for the fastest blocks, at TP2 and 8,192 rows")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/mxfp4_moe_prompts_h200.json")
     arguments = parser.parse_args()
     common.require_gpu()
     ceilings = {"mma_sync_tflops": round(mma_tflops(), 1), "matmul_tflops": round(matmul_tflops(), 1)}
     print(torch.cuda.get_device_name(), ceilings, flush=True)
     report = common.Report("mxfp4_moe_prompts", extension.build_info()["git_commit"], ceilings)
-    ways = forms(fastest_mma_blocks(8192, 1024) if arguments.search else FASTEST)
     lines, layers, a_flop = [], {tp: bench.layer_of(tp) for tp in arguments.tp}, {}
     for case in sorted(PROMPTS, key=lambda case: -case.rows):
         if case.tp not in arguments.tp or case.rows not in arguments.rows:
             continue
-        lines.append(run_case(report, case, layers[case.tp], ways))
+        lines.append(run_case(report, case, layers[case.tp]))
         a_flop[case.name] = next(row.value for row in report.rows[::-1] if (row.impl, row.metric) == ("wide", "tflops"))
         if case.name == SHARDED[1] and SHARDED[0] in a_flop:
             ratio = round(a_flop[SHARDED[0]] / a_flop[SHARDED[1]], 3)
             report.add(common.row(PROMPTS_ISSUE, SHARDED[1], "wide", "ratio", ratio, 1.0, "of a FLOP's time to TP1's"))
         report.write(arguments.out)
-    print("\nus (TFLOP/s)\n" + common.table(("case", *ways), lines))
+    print("\nus (TFLOP/s)\n" + common.table(("case", *WAYS), lines))
     return 0
 
 

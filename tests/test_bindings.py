@@ -6,7 +6,7 @@ from deepseek_v4_sm120.ops.shared import extension
 
 FUNCTIONS = (
     *("sparse_decode", "index_select", "mqa_logits", "topk_select", "dealt_slots"),
-    *("mxfp4_moe", "mxfp4_moe_shared", "mxfp4_moe_sorted", "mxfp4_moe_tiles"),
+    *("mxfp4_moe", "mxfp4_moe_shared", "mxfp4_moe_sorted", "mxfp4_moe_scaled"),
     *("bf16_linear", "router_topk", "mhc", "fp8_linear", "wo_a_expand", "compressor"),
     *("all_reduce", "all_reduce_ping", "all_reduce_places_bytes", "all_reduce_slot_vectors"),
     *("card_chain", "card_exchange", "card_busy", "card_sleep", "card_products"),

@@ -220,7 +220,7 @@ def test_the_experts_are_those_of_a_rank(monkeypatch):
     assert cases[0].bytes_per_call == pytest.approx(6 * 13_369_344 / 2, rel=0.02)
     assert moe_op.DECODE_ROWS < mxfp4_moe.CHECKED_PREFILL_ROWS
     ways = [p for p in mxfp4_moe.providers() if p.optional]
-    assert [p.name for p in ways] == [mxfp4_moe.OURS_WIDE, mxfp4_moe.OURS_MXFP8]
+    assert [p.name for p in ways] == [mxfp4_moe.OURS_MXFP8]
     assert all([c.rows for c in cases if way.handles(c)] == [2048] for way in ways)
 
 

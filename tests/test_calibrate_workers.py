@@ -77,7 +77,7 @@ def test_what_decides_is_run_first_and_by_one_process_each(workers, monkeypatch,
     everything_is_installed(monkeypatch)
     started = workers(stock={"us": 44.4}, torch={"problem": "too large"})
     results = command.measure(NAMES, SHAPES, command.Clock())
-    ways = (OURS, mxfp4_moe.OURS_WIDE, mxfp4_moe.OURS_MXFP8)
+    ways = (OURS, mxfp4_moe.OURS_MXFP8)
     ours = [("mhc", OURS), *(("mxfp4_moe", way) for way in ways)]  # few bytes first
     others = [("mhc", "fused"), ("mhc", "torch"), ("mxfp4_moe", "torch"), ("mxfp4_moe", "marlin")]
     assert started == [ours, [("mhc", STOCK), ("mxfp4_moe", STOCK)], others]

@@ -74,7 +74,7 @@ SHARED = {
             "prompt_sums",
             "sparse_prefill",
         ),
-        *("timeline", "tune_moe"),
+        "timeline",
     },
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each

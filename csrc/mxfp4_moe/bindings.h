@@ -10,9 +10,8 @@
 
 namespace dsv4::mxfp4_moe {
 
-// What both a call and its tiles are told of the routing.
-template <typename Routed>
-void read_routing(Arguments& a, Routed& p) {
+inline Params read_params(Arguments& a) {
+  Params p = {};
   p.topk_ids = a["topk_ids"];
   p.ids_stride = a["ids_stride"];
   p.expert_map = a["expert_map"];
@@ -21,11 +20,6 @@ void read_routing(Arguments& a, Routed& p) {
   p.rows = a["rows"];
   p.topk = a["topk"];
   p.experts = a["experts"];
-}
-
-inline Params read_params(Arguments& a) {
-  Params p = {};
-  read_routing(a, p);
   p.x = a["x"];
   p.x_stride = a["x_stride"];
   p.topk_weights = a["topk_weights"];
@@ -71,22 +65,6 @@ inline void run_scaled(Arguments& a) {
   launch_scaled(p, scratch, num_sms, last.pdl, last.stream);
 }
 
-inline void run_tiles(Arguments& a) {
-  TilesParams p = {};
-  read_routing(a, p);
-  p.block_m = a["block_m"];
-  p.num_whole = a["num_whole"];
-  p.pieces = true;
-  p.pairs = a["pairs"];
-  p.pair_expert = a["pair_expert"];
-  p.expert = a["expert"];
-  p.begin = a["begin"];
-  p.end = a["end"];
-  p.scratch = a["scratch"];
-  const LaunchArguments last = a.last();
-  launch_tiles(p, last.pdl, last.stream);
-}
-
 inline void run_shared(Arguments& a) {
   SharedParams p = {};
   p.shared = a["shared"];
@@ -108,8 +86,6 @@ inline void bind(py::module_& m) {
   m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "exact"_a);
   define(m, "mxfp4_moe_scaled", run_scaled);
   m.def("mxfp4_moe_scaled_scratch_bytes", &scaled_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a);
-  define(m, "mxfp4_moe_tiles", run_tiles);
-  m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
   define(m, "mxfp4_moe_shared", run_shared);
   m.attr("mxfp4_moe_max_tiled_experts") = kMaxTiledExperts;
 }

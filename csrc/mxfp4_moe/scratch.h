@@ -18,7 +18,7 @@ struct Scratch {
   }
 };
 
-// Where the sorted pairs and whole tiles of one expert's pairs lie.
+// Where the sorted pairs and the tiles of one expert's pairs lie.
 struct Tiling {
   int64_t pairs, pair_expert, expert, begin, end, words, taken;
   int num_tiles, tile_pairs, launches;
@@ -41,7 +41,7 @@ struct Tiling {
     tiles.topk_ids = params.topk_ids, tiles.ids_stride = params.ids_stride;
     tiles.expert_map = params.expert_map, tiles.map_size = params.map_size, tiles.first_expert = params.first_expert;
     tiles.rows = params.rows, tiles.topk = params.topk, tiles.experts = params.experts;
-    tiles.block_m = tile_pairs, tiles.num_whole = num_tiles, tiles.pieces = false;
+    tiles.tile_pairs = tile_pairs, tiles.num_tiles = num_tiles;
     tiles.pairs = at(pairs), tiles.pair_expert = at(pair_expert), tiles.scratch = at(words);
     tiles.taken = reinterpret_cast<uint32_t*>(scratch + taken), tiles.num_taken = launches;
     tiles.expert = at(expert), tiles.begin = at(begin), tiles.end = at(end);
@@ -73,7 +73,7 @@ template <typename Product>
 Product product_of(const Params& params, const TilesParams& tiles) {
   Product product = {};
   product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
-  product.taken = tiles.taken, product.num_tiles = tiles.num_whole, product.topk = params.topk;
+  product.taken = tiles.taken, product.num_tiles = tiles.num_tiles, product.topk = params.topk;
   product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
   return product;
 }

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
   pdl_trigger();
   pdl_wait();
   if (threadIdx.x < p.num_taken) p.taken[threadIdx.x] = 0;
-  const int half = p.block_m / 2, quarter = p.block_m / 4, first = threadIdx.x * kExpertsPerThread;
-  int count[kExpertsPerThread] = {}, whole[kExpertsPerThread];
+  const int first = threadIdx.x * kExpertsPerThread;
+  int count[kExpertsPerThread] = {}, tiles[kExpertsPerThread];
 #pragma unroll
   for (int i = 0; i < kExpertsPerThread; ++i) {
     const int e = first + i;
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
   int2 mine = {0, 0}, all;
 #pragma unroll
   for (int i = 0; i < kExpertsPerThread; ++i) {
-    whole[i] = count[i] / p.block_m + (count[i] % p.block_m > (p.pieces ? half + quarter : 0));
-    mine.x += count[i], mine.y += whole[i];
+    tiles[i] = ceil_div(count[i], p.tile_pairs);
+    mine.x += count[i], mine.y += tiles[i];
   }
   const int2 before = sum_before(mine, warps, all);
   int begin = before.x, tile = before.y;
@@ -89,26 +89,15 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
     const int e = first + i;
     if (e >= p.experts) break;
     p.scratch[static_cast<int64_t>(chunks) * p.experts + e] = begin;
-    const int end = begin + count[i], rest = count[i] % p.block_m, behind_whole = end - rest;
-    const int height = p.pieces || whole[i] == 0 ? p.block_m : ceil_div(ceil_div(count[i], whole[i]), 16) * 16;
-    for (int t = 0; t < whole[i]; ++t, ++tile) {
+    const int end = begin + count[i], height = tiles[i] == 0 ? 0 : ceil_div(ceil_div(count[i], tiles[i]), 16) * 16;
+    for (int t = 0; t < tiles[i]; ++t, ++tile) {
       p.expert[tile] = e;
       p.begin[tile] = begin + t * height;
       p.end[tile] = min(begin + (t + 1) * height, end);
     }
     begin = end;
-    if (!p.pieces) continue;
-    const bool has_half = rest > quarter && rest <= half + quarter;
-    const bool has_quarter = (rest > 0 && rest <= quarter) || (rest > half && rest <= half + quarter);
-    const int in_half = p.num_whole + e, in_quarter = in_half + p.experts;
-    p.expert[in_half] = has_half ? e : -1;
-    p.begin[in_half] = behind_whole;
-    p.end[in_half] = min(behind_whole + half, end);
-    p.expert[in_quarter] = has_quarter ? e : -1;
-    p.begin[in_quarter] = has_half ? behind_whole + half : behind_whole;
-    p.end[in_quarter] = end;
   }
-  for (int t = all.y + threadIdx.x; t < p.num_whole; t += kCutThreads) p.expert[t] = -1, p.begin[t] = 0;  // tile_of reads both at once
+  for (int t = all.y + threadIdx.x; t < p.num_tiles; t += kCutThreads) p.expert[t] = -1, p.begin[t] = 0;  // tile_of reads both at once
 }
 
 __global__ void __launch_bounds__(32 * kWarps) place_kernel(const TilesParams p, int chunks) {

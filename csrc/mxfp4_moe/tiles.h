@@ -1,4 +1,4 @@
-// The pairs of many rows sorted by expert and cut into tiles, for the grouped GEMMs: parameters and launch.
+// The pairs of many rows sorted by expert and cut into tiles: parameters and launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,21 +9,19 @@ namespace dsv4::mxfp4_moe {
 
 constexpr int kMaxTiledExperts = 1024;
 
-// Three lists of tiles, one behind the other: whole ones in the order of their experts, then an entry for each expert of
-// half a tile, and one of a quarter. A tile is the sorted positions [begin, end) of one expert's pairs. Without pieces there is
-// the first list alone, and an expert's tiles are as even as multiples of 16 can be.
+// A tile is the sorted positions [begin, end) of one expert's pairs; tiles are in the order of their experts, and an expert's
+// are as even as multiples of 16 can be.
 struct TilesParams {
   const int32_t* topk_ids;    // [rows, topk]
   int64_t ids_stride;
   const int32_t* expert_map;  // [map_size] id -> local expert or -1; nullptr: id - first_expert
   int32_t map_size, first_expert;
   int32_t rows, topk, experts;
-  int32_t block_m;            // pairs of a whole tile, a multiple of 4
-  int32_t num_whole;          // entries of the list of whole tiles: no routing fills more
-  bool pieces;
+  int32_t tile_pairs;         // of a tile at most, a multiple of 16
+  int32_t num_tiles;          // entries of the list: no routing fills more
   int32_t* pairs;             // [rows * topk] sorted position -> pair; behind the last local pair nothing is written
   int32_t* pair_expert;       // [rows * topk] local expert or -1
-  int32_t* expert;            // [num_whole + 2 * experts, or num_whole] local expert, -1: no tile
+  int32_t* expert;            // [num_tiles] local expert, -1: no tile
   int32_t* begin;             // the same
   int32_t* end;               // the same
   int32_t* scratch;           // tiles_scratch_words

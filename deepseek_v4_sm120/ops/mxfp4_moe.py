@@ -1,15 +1,14 @@
 """Public MXFP4 experts: checks the arguments, chooses the regime, owns the scratch, launches.
 
 Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, which streams the touched experts' weights once. More rows, sorted by
-expert: `_C.mxfp4_moe_sorted`, with the bits of few rows or, `wide`, without; `_C.mxfp4_moe_scaled`, with MXFP8
-activations; or, in bf16, Triton's grouped GEMMs, with block sizes from triton/mxfp4_moe_table.py.
+expert: `_C.mxfp4_moe_sorted`, with the bits of few rows (csrc/mxfp4_moe/sorted.cuh) or without (wide.cuh);
+`_C.mxfp4_moe_scaled`, with MXFP8 activations.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +18,13 @@ from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, 
 
 DECODE_ROWS = 256
 GROUP = 32  # inputs per scale byte
-WGMMA_MAJOR = 9  # compute capability for which Triton multiplies by wgmma; ours is mma.sync
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
 _STRIDES = 8  # that rows of bf16 have multiples of: 16 bytes
 _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATIONS = ("bf16", "mxfp8")
-_GROUPED_MULTIPLE = 128  # of hidden and inter, above DECODE_ROWS rows
-_WIDE_ROWS, _WIDE_SCALES = 256, 512  # of csrc/mxfp4_moe/wide.cuh, scaled.cuh: weight rows of a unit; inputs of a place
+# of csrc/mxfp4_moe/wide.cuh, scaled.cuh: weight rows of a unit, inputs of a stage, and of a place of scales
+_UNIT_ROWS, _STAGE_INPUTS, _SCALE_INPUTS = 256, 128, 512
 _SORTED_SCALES = 4  # bytes: csrc/mxfp4_moe/sorted.cuh counts scales in fours and codes in VECTOR, both in 32 bits
 
 
@@ -46,7 +44,6 @@ def mxfp4_moe(
     up_first=False,
     activations="bf16",
     reproducible=False,
-    wide=None,
     out=None,
 ):
     """The routed experts of a layer on this rank: gate/up, SwiGLU with a clamp, down, weighted sum over each row's.
@@ -67,8 +64,6 @@ def mxfp4_moe(
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows both products read E4M3 with a UE8M0 scale per
                        32 values, by SM120's block-scaled instruction, elsewhere in bf16. Else it is bf16 (few rows)
     reproducible       True: one order of exact sums at any number of rows; sizes must be those of few rows
-    wide               of bf16 above 256 rows that need not be reproducible: True our kernels, False Triton's; None:
-                       ours where Triton has no wgmma and their sizes fit
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
@@ -77,8 +72,8 @@ def mxfp4_moe(
                        batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
                        as zero, 255 as NaN); above for scale bytes 34 to 160
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash, Pro), 512 experts, 3072 pairs at
-                       most; others take the other regime: multiples of 128 (ours: hidden of 256, inter not 128, 640),
-                       at most 1024 experts
+                       most; others take the other regime: hidden a multiple of 256, inter of 128 and not 128 more
+                       than one of 512, at most 1024 experts
     raises             TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                        launch)
     cuda graphs        capture-safe: no host sync; allocates only out and scratch, through torch
@@ -93,11 +88,13 @@ def mxfp4_moe(
     if out is not None:
         check.tensor("out", out, BF16, hidden.shape, _STRIDES, VECTOR)
         check.written("hidden", hidden, ("out", out))
-    _check_ways(check, sizes, weights, activations, reproducible, wide)
+    check.one_of("activations", activations, ACTIVATIONS)
+    if reproducible:
+        _check_reproducible(check, sizes, weights)
     check.on_cuda()
     few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
     if not few and not reproducible:
-        _check_grouped(check, *sizes, weights, activations)
+        _check_many(check, *sizes, weights)
     if out is None:
         out = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
     if rows == 0:
@@ -108,7 +105,7 @@ def mxfp4_moe(
         if few:
             _few_rows(hidden, weights, routing, limit, out, exact=reproducible)
         else:
-            _many_rows(hidden, weights, routing, limit, out, activations, reproducible, wide)
+            _many_rows(hidden, weights, routing, limit, out, activations, reproducible)
     return out
 
 
@@ -186,16 +183,13 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, 
     extension.load().mxfp4_moe(**given, h=h.data_ptr(), y=y.data_ptr(), exact=exact)
 
 
-def _many_rows(hidden, weights: Weights, routing: Routing, limit: float, out, activations, reproducible, wide) -> None:
-    """SM90 keeps Triton's kernels for bf16, which multiply by wgmma there."""
+# ---- many rows
+
+
+def _many_rows(hidden, weights: Weights, routing: Routing, limit: float, out, activations, reproducible) -> None:
     if activations == "mxfp8" and not reproducible:
         return _scaled_rows(hidden, weights, routing, limit, out)
-    if wide is None:
-        wgmma = torch.cuda.get_device_capability(hidden.device)[0] == WGMMA_MAJOR
-        wide = not wgmma and not _wide_problem(weights)
-    if wide or reproducible:
-        return _sorted_rows(hidden, weights, routing, limit, out, exact=reproducible)
-    return _grouped(hidden, weights, routing, limit, out)
+    return _sorted_rows(hidden, weights, routing, limit, out, exact=reproducible)
 
 
 def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, exact: bool) -> None:
@@ -266,116 +260,6 @@ def _arguments(hidden, weights: Weights, routing: Routing, limit: float, out) ->
     )
 
 
-# ---- many rows
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The pairs sorted by expert and cut into tiles: what every program of a grouped GEMM looks up.
-
-    An expert's pairs are cut into tiles of block_m; what is left over becomes a tile of a quarter, a half, both, or
-    a whole one, so that few rows are multiplied for nothing: 192 pairs are 128 + 64. A list for each of these heights;
-    within an expert the order is the pairs' own. Specification: reference/mxfp4_moe.py, `tiles`.
-
-    pairs        [pairs] int32: sorted position -> pair (row * topk + slot); undefined behind the last local pair
-    pair_expert  [pairs] int32: local expert or -1
-    lists        (height, (expert, begin, end)) of the lists that can hold a tile; each [tiles] int32: local expert or
-                 -1 where there is no tile, first sorted position, position behind the last
-    """
-
-    pairs: torch.Tensor
-    pair_expert: torch.Tensor
-    lists: list[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
-
-
-def num_whole_tiles(pairs: int, block_m: int) -> int:
-    """Length of the list of whole tiles: those that `pairs` can fill, however they are routed.
-
-    A multiple of 4, so that all three lists begin on 16 bytes: for others Triton would compile its kernels once more.
-    """
-    return -(-(pairs // (block_m // 2 + block_m // 4)) // 4) * 4
-
-
-def cut(table, num_whole: int, block_m: int) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Tiles.lists of (expert, begin, end), each with the whole tiles, then the halves, then as many quarters."""
-    pieces = (table[0].shape[0] - num_whole) // 2
-    parts = zip(*(tensor.split((num_whole, pieces, pieces)) for tensor in table), strict=True)
-    heights = (block_m, block_m // 2, block_m // 4)
-    return [(height, part) for height, part in zip(heights, parts, strict=True) if part[0].numel()]
-
-
-@functools.lru_cache(maxsize=4096)
-def _tiles_scratch_words(pairs: int, experts: int) -> int:
-    return extension.load().mxfp4_moe_tiles_scratch_words(pairs=pairs, experts=experts)
-
-
-def make_tiles(routing: Routing, experts: int, block_m: int) -> Tiles:
-    """Three launches, and work bounded by the shapes; routing's device is current."""
-    ids, expert_map = routing.ids, routing.expert_map
-    (rows, topk), device = ids.shape, ids.device
-    num_whole = num_whole_tiles(ids.numel(), block_m)
-    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
-    pairs, pair_expert = empty(ids.numel()), empty(ids.numel())
-    table = [empty(num_whole + 2 * experts) for _ in range(3)]
-    scratch = empty(_tiles_scratch_words(ids.numel(), experts))
-    extension.load().mxfp4_moe_tiles(
-        topk_ids=ids.data_ptr(),
-        ids_stride=ids.stride(0),
-        expert_map=0 if expert_map is None else expert_map.data_ptr(),
-        map_size=0 if expert_map is None else expert_map.numel(),
-        first_expert=routing.first_expert,
-        rows=rows,
-        topk=topk,
-        experts=experts,
-        block_m=block_m,
-        num_whole=num_whole,
-        pairs=pairs.data_ptr(),
-        pair_expert=pair_expert.data_ptr(),
-        expert=table[0].data_ptr(),
-        begin=table[1].data_ptr(),
-        end=table[2].data_ptr(),
-        scratch=scratch.data_ptr(),
-        pdl=True,
-        stream=cuda_tensors.current_stream(device.index),
-    )
-    return Tiles(pairs, pair_expert, cut(table, num_whole, block_m))
-
-
-def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
-    from deepseek_v4_sm120.ops.triton import mxfp4_moe_table as table
-
-    experts, inter = weights.w13.shape[0], weights.w13.shape[1] // 2
-    rows_per_expert = routing.ids.numel() / experts
-    major = torch.cuda.get_device_capability(hidden.device)[0]
-    gate_up = table.choose(major, "gate_up", rows_per_expert, inter, hidden.shape[1])
-    down = table.choose(major, "down", rows_per_expert, hidden.shape[1], inter, block_m=gate_up.block_m)
-    tiles = make_tiles(routing, experts, gate_up.block_m)
-    run_grouped(hidden, weights, routing, limit, out, tiles, "w4a16", gate_up, down)
-
-
-def run_grouped(
-    hidden, weights: Weights, routing: Routing, limit: float, out, tiles: Tiles, product: str, gate_up, down
-) -> None:
-    """The grouped GEMMs with given block sizes (of the tiles' block_m); also on the CPU, for Triton's interpreter."""
-    from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels
-
-    device, topk = hidden.device, routing.ids.shape[1]
-    inter, pairs = weights.w13.shape[1] // 2, routing.ids.numel()
-    packed = [t.view(torch.uint8) for t in (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)]
-    h = torch.empty((pairs, inter), dtype=out.dtype, device=device)
-    y = torch.empty((pairs, hidden.shape[1]), dtype=out.dtype, device=device)
-    kernels.launch_gate_up(
-        *(hidden, packed[0], packed[1], tiles, h),
-        up_first=weights.up_first,
-        limit=limit,
-        topk=topk,
-        product=product,
-        blocks=gate_up,
-    )
-    kernels.launch_down(h, packed[2], packed[3], tiles, y, product=product, blocks=down)
-    kernels.launch_combine(y, routing.weights, tiles.pair_expert, out, routed_scaling=routing.scaling)
-
-
 # ---- checks
 
 
@@ -402,41 +286,21 @@ def _check_experts(check: Call, hidden, w13, w13_scale, w2, w2_scale) -> tuple[i
     return width, inter, experts
 
 
-def _check_ways(check: Call, sizes, weights: Weights, activations, reproducible, wide) -> None:
-    check.one_of("activations", activations, ACTIVATIONS)
-    check.one_of("wide", wide, (None, False, True))
-    if reproducible:
-        _check_reproducible(check, sizes, weights)
-    if wide and (problem := _wide_problem(weights)):
-        check.refuse("value", "wide", f"be False or None for {problem}", True)
-
-
 def _check_reproducible(check: Call, sizes, weights: Weights) -> None:
     """Sizes of few rows, and 32 bits for the number of the last unit of each of the weights."""
     if problem := _few_rows_problem(*sizes, 0):
         check.refuse("value", "reproducible", f"be False for these sizes (few rows take {problem})", True)
-    for name, span, most in _too_far(weights):
-        check.refuse("stride", name, f"span at most {most} bytes to be reproducible", span)
+    _check_reach(check, weights)
 
 
-def _too_far(weights: Weights) -> Iterator[tuple[str, int, int]]:
-    """(name, bytes that it spans, most) of weights whose last unit has a number of more than 32 bits."""
+def _check_reach(check: Call, weights: Weights) -> None:
+    """What kernels for many rows count in 32 bits."""
     for name, unit in dict(w13=VECTOR, w13_scale=_SORTED_SCALES, w2=VECTOR, w2_scale=_SORTED_SCALES).items():
         tensor = getattr(weights, name)
         experts, rows, row_bytes = tensor.shape
         span, most = (experts - 1) * tensor.stride(0) + rows * row_bytes, unit << 32
         if span > most:
-            yield name, span, most
-
-
-def _wide_problem(weights: Weights) -> str:
-    """What our kernels for many rows do not take; empty: they take it."""
-    hidden, inter = weights.w2.shape[1], weights.w13.shape[1] // 2
-    if hidden % _WIDE_ROWS:
-        return f"hidden {hidden}, no multiple of {_WIDE_ROWS}"
-    if inter % _WIDE_SCALES == _GROUPED_MULTIPLE:
-        return f"inter {inter}, {_GROUPED_MULTIPLE} more than a multiple of {_WIDE_SCALES}"
-    return next((f"{name} that spans {span} bytes, more than {most}" for name, span, most in _too_far(weights)), "")
+            check.refuse("stride", name, f"span at most {most} bytes", span)
 
 
 def _check_routing(check: Call, topk_ids, topk_weights, expert_map, rows: int) -> tuple[int, int]:
@@ -452,10 +316,12 @@ def _check_routing(check: Call, topk_ids, topk_weights, expert_map, rows: int) -
     return shape
 
 
-def _check_grouped(check: Call, hidden: int, inter: int, experts: int, weights: Weights, activations: str) -> None:
+def _check_many(check: Call, hidden: int, inter: int, experts: int, weights: Weights) -> None:
     if experts > (most := extension.load().mxfp4_moe_max_tiled_experts):
         check.refuse("shape", "w13", f"have at most {most} experts", experts)
-    check.multiple("hidden.shape[1]", hidden, _GROUPED_MULTIPLE)
-    check.multiple("w13.shape[1] / 2", inter, _GROUPED_MULTIPLE)
-    if activations == "mxfp8" and (problem := _wide_problem(weights)):
-        check.refuse("value", "activations", f'be "bf16" for {problem}', "mxfp8")
+    check.multiple("hidden.shape[1]", hidden, _UNIT_ROWS)
+    check.multiple("w13.shape[1] / 2", inter, _STAGE_INPUTS)
+    if inter % _SCALE_INPUTS == _STAGE_INPUTS:  # a place of scales would have one stage
+        rule = f"not be {_STAGE_INPUTS} more than a multiple of {_SCALE_INPUTS}"
+        check.refuse("shape", "w13.shape[1] / 2", rule, inter)
+    _check_reach(check, weights)

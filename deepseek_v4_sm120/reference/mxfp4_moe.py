@@ -86,31 +86,6 @@ def local_experts(topk_ids, num_experts: int, *, first_expert: int = 0, expert_m
     return torch.where((ids >= 0) & (local >= 0) & (local < num_experts), local, -1)
 
 
-def tiles(local: torch.Tensor, num_experts: int, block_m: int, num_whole: int):
-    """How the pairs of many rows are cut for the grouped GEMMs (ops/mxfp4_moe.py, Tiles).
-
-    local    [rows, topk] int64: local expert or -1, from `local_experts`
-    returns  (pairs, (expert, begin, end)) int32 on the CPU: the local pairs by expert, in their own order; and the
-             tiles: num_whole entries, then num_experts of half a tile, then as many of a quarter. expert is -1 where
-             there is no tile
-    """
-    whole, half, quarter, pairs = [], [], [], []
-    none = (-1, 0, 0)
-    for expert in range(num_experts):
-        mine = (local.flatten() == expert).nonzero().flatten().tolist()
-        begin, end = len(pairs), len(pairs) + len(mine)
-        pairs += mine
-        while end - begin > block_m // 2 + block_m // 4:
-            whole.append((expert, begin, min(begin + block_m, end)))
-            begin = whole[-1][2]
-        has_half = end - begin > block_m // 4
-        half.append((expert, begin, min(begin + block_m // 2, end)) if has_half else none)
-        begin = half[-1][2] if has_half else begin
-        quarter.append((expert, begin, end) if end > begin else none)
-    table = torch.tensor(whole + [none] * (num_whole - len(whole)) + half + quarter, dtype=torch.int32)
-    return torch.tensor(pairs, dtype=torch.int32), tuple(table.T.contiguous())
-
-
 def mxfp4_moe(
     hidden,
     topk_ids,

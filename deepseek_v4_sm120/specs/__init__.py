@@ -13,7 +13,6 @@ bounds.py          what is allowed of each operator's results: one number for ea
                                         several add up in a step: `point` (as many rows) and `calls` (of a step)
                      correctness_inputs(case)           -> inputs of a few hostile calls
                      TimingInputs().calls(case, count)  -> inputs that each find cold caches
-                     NOTE (optional)    a sentence below calibrate's table
 check.py           what a check is
 provider.py        what a provider is
 """

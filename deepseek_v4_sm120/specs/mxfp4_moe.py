@@ -5,9 +5,8 @@ scales are NaN and whoever reads them shows it.
 
 Stock follows SGLang's default on SM120: from 0.5.16 on FlashInfer's CUTLASS kernels with MXFP8 activations, before that
 Marlin with bf16. `ours, mxfp8, wide` is what the patch runs under the former above 256 rows; where it is wrong or
-slower, the patch keeps bf16 there. `ours, wide`, CUDA kernels for prompts in bf16, are what runs on cards without
-wgmma; where they are wrong or slower, Triton's run, which are `ours` here. Their block sizes are not chosen here, see
-NOTE.
+slower, the patch keeps bf16 there. Where `ours` is wrong at any number of rows, all experts are SGLang's: weights are
+there in one layout.
 """
 
 from __future__ import annotations
@@ -37,14 +36,10 @@ from deepseek_v4_sm120.specs.provider import (
     sglang_version,
 )
 
-OURS_WIDE, OURS_MXFP8 = f"{OURS}, wide", f"{OURS}, mxfp8, wide"
+OURS_MXFP8 = f"{OURS}, mxfp8, wide"
 # The error of ours with MXFP8 against float64 of activations rounded so counts so many times
 ROUNDED_COUNTS = bounds.MXFP4_MOE_MXFP8.truth / bounds.MXFP4_MOE_MXFP8_ROUNDED
 ERROR = "relative error against float64"
-NOTE = (
-    "The block sizes of the prefill kernels come from ops/triton/mxfp4_moe_table.py; bench/tune_moe.py of a checkout "
-    "chooses them for this card. Tune, build, then calibrate."
-)
 PREFILL_ROWS, CHECKED_PREFILL_ROWS = 2048, 264
 FULL_CHECK_ROWS, FEWER_EXPERTS = 8, 32  # above so many rows a check has fewer experts: float64 is slow on these cards
 TORCH_ROWS = 8
@@ -187,10 +182,8 @@ def checks(quick: bool) -> Iterator[Check]:
     for rows in (1, 8, 64) if quick else (1, 8, 64, 256):
         run = functools.partial(_check_rows, rows, "bf16", bounds.MXFP4_MOE.truth)
         yield Check("mxfp4_moe", f"{rows} rows", run, ON_GPU)
-    for wide in (True,) if quick else (True, False):  # what SM120 takes, and what a profile leaves there
-        by, needs = ("wide", ON_GPU) if wide else ("by Triton", (*ON_GPU, "triton"))
-        run = functools.partial(_check_rows, 1000, "bf16", bounds.MXFP4_MOE.truth, wide=wide)
-        yield Check("mxfp4_moe", f"1000 rows, {by}", run, needs)
+    run = functools.partial(_check_rows, 1000, "bf16", bounds.MXFP4_MOE.truth)
+    yield Check("mxfp4_moe", "1000 rows, bf16", run, ON_GPU)
     run = functools.partial(_check_rows, 1000, "mxfp8", bounds.MXFP4_MOE_MXFP8_ROUNDED)
     yield Check("mxfp4_moe", "1000 rows, MXFP8", run, ON_GPU)
     yield Check("mxfp4_moe", "a row alone and among others", _check_batch_invariance, ON_GPU)
@@ -204,11 +197,11 @@ def _check_references() -> str:
     return within(relative_error(other, one), bounds.REFERENCES_AGREE, "relative difference")
 
 
-def _check_rows(rows: int, activations: str, allowed: float, *, wide: bool | None = None) -> str:
+def _check_rows(rows: int, activations: str, allowed: float) -> str:
     """Flash's experts on four GPUs, against float64."""
     inputs = make_inputs(Shape(rows, inter=512, experts=64, masked=0.05))
     given = inputs.arguments() | {"activations": activations}
-    return within(strict_error(op.mxfp4_moe(**given, wide=wide), reference.mxfp4_moe(**given)), allowed)
+    return within(strict_error(op.mxfp4_moe(**given), reference.mxfp4_moe(**given)), allowed)
 
 
 def _check_batch_invariance() -> str:
@@ -261,8 +254,7 @@ def _is_prefill(case: Case) -> bool:
 
 
 def max_error(provider: str, case: Case) -> float:
-    ways = dict.fromkeys((OURS, OURS_WIDE), bounds.MXFP4_MOE.truth)
-    ways[OURS_MXFP8] = bounds.MXFP4_MOE_MXFP8.truth
+    ways = {OURS: bounds.MXFP4_MOE.truth, OURS_MXFP8: bounds.MXFP4_MOE_MXFP8.truth}
     return ways.get(provider, bounds.MXFP4_MOE.others)
 
 
@@ -321,10 +313,9 @@ def error(provider: str, result, inputs) -> float:
 
 
 def providers() -> tuple[Provider, ...]:
-    mxfp8, wide = functools.partial(_ours, activations="mxfp8"), functools.partial(_ours, wide=True)
+    mxfp8 = functools.partial(_ours, activations="mxfp8")
     return (
-        Provider(OURS, our_problem, _ours, packages=("triton",)),
-        Provider(OURS_WIDE, our_problem, wide, _is_prefill, optional=True),
+        Provider(OURS, our_problem, _ours),
         Provider(OURS_MXFP8, _mxfp8_problem, mxfp8, _is_prefill, optional=True),
         Provider(STOCK, _stock_problem, _stock, packages=("sglang",)),
         Provider("marlin", _other_marlin_problem, Marlin, packages=("sglang",)),
@@ -336,8 +327,8 @@ def _mxfp8_problem() -> str | None:
     return our_problem() if op.multiplies_block_scaled() else "this GPU has no block-scaled instructions"
 
 
-def _ours(activations: str = "bf16", wide: bool = False):
-    return lambda inputs: op.mxfp4_moe(**inputs.arguments(), activations=activations, wide=wide)
+def _ours(activations: str = "bf16"):
+    return lambda inputs: op.mxfp4_moe(**inputs.arguments(), activations=activations)
 
 
 def _is_cutlass() -> bool:

@@ -139,7 +139,7 @@ def served(monkeypatch):
     """The gate is open for the CPU, the reference computes, SGLang's module of the outputs is this one."""
     calls = []
 
-    def operator(*args, activations, reproducible, wide, **kwargs):
+    def operator(*args, activations, reproducible, **kwargs):
         hidden, topk_ids, topk_weights, *_ = args
         assert (hidden.dtype, topk_ids.dtype, topk_weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
         calls.append(activations)
@@ -151,7 +151,6 @@ def served(monkeypatch):
     monkeypatch.setattr(adapter.op, "mxfp4_moe", operator)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     monkeypatch.setattr(adapter, "kept", adapter.KeptWeights("mxfp4_moe", "of experts"))
-    monkeypatch.setattr(adapter, "_compiled", set())
     monkeypatch.setattr(report, "_notes", {})
     module = ModuleType("dispatch")
     module.StandardCombineInput = StandardCombineInput
@@ -185,58 +184,6 @@ def test_a_subclass_that_computes_itself_gets_the_weights_that_it_knows(served):
         assert ("repacked" in layer.log) != is_ours and hasattr(layer, adapter.KEPT) == is_ours
 
 
-def test_prefill_is_compiled_once_for_all_layers_while_they_are_loaded(served, monkeypatch):
-    recorded, rows = RECORDED[4], []
-    inputs, operator = engine_inputs(recorded), adapter.op.mxfp4_moe
-
-    def watched(hidden, topk_ids, *args, **kwargs):
-        rows.append(hidden.shape[0])
-        assert topk_ids.min() >= 8 and topk_ids.max() < 16  # the second rank's own experts
-        return operator(hidden, topk_ids, *args, **kwargs)
-
-    monkeypatch.setattr(adapter.op, "mxfp4_moe", watched)
-    process, _ = replaced(recorded.cutlass)
-    for _ in range(3):
-        process(Method(recorded.cutlass), engine_layer(recorded, inputs))
-    assert rows == [adapter.op.DECODE_ROWS + 1]
-
-
-def test_a_kernel_that_is_compiled_while_requests_wait_is_named(monkeypatch):
-    """Those of the start are counted; SGLang's own, and kernels from Triton's folder, are nobody's pause of ours."""
-    from triton import knobs
-
-    from deepseek_v4_sm120.ops.triton import compiles
-    from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels
-
-    others, said, written = [], [], []
-    counted = compiles.Compiles(adapter._heard)
-    monkeypatch.setattr(adapter, "compiles", counted)
-    monkeypatch.setattr(report, "_notes", {})
-    monkeypatch.setattr(report, "warn_once", said.append)
-    monkeypatch.setattr(report, "write", lambda: written.append(1))
-    monkeypatch.setattr(knobs.compilation, "listener", lambda **told: others.append(told["metadata"]["name"]))
-
-    def compiled(kernel, from_folder=False):
-        times, metadata = SimpleNamespace(total=1_200_000), {"name": kernel.__name__}
-        source = SimpleNamespace(fn=kernel)
-        knobs.compilation.listener(src=source, metadata=metadata, metadata_group={}, times=times, cache_hit=from_folder)
-
-    for _ in range(2):  # two forms of layers, one listener
-        with counted.start():
-            compiled(kernels._gate_up_kernel)
-    compiled(kernels._down_kernel, from_folder=True)
-    compiled(test_a_kernel_that_is_compiled_while_requests_wait_is_named)
-    describe, found = report._notes["mxfp4_moe_compiles"]
-    assert (
-        describe() == ("mxfp4_moe: 2 kernels compiled by Triton, 1 from its folder, 3.6 s; none while serving")
-        and not said
-    )
-    compiled(kernels._combine_kernel)
-    assert len(others) == 5 and written == [1]
-    assert describe().endswith("4.8 s; 1 WHILE SERVING: _combine_kernel")
-    assert found()["late"] == [("_combine_kernel", 1.2)] and "_combine_kernel while requests waited: 1.2 s" in said[0]
-
-
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.name)
 def test_a_layer_is_loaded_without_a_repack_and_computed(served, recorded):
     inputs = engine_inputs(recorded)
@@ -249,7 +196,7 @@ def test_a_layer_is_loaded_without_a_repack_and_computed(served, recorded):
     for found in (apply(method, layer, dispatched(inputs)), apply(method, layer, of_other_types(dispatched(inputs)))):
         assert isinstance(found, StandardCombineInput) and layer.log == ["fp8"]
         assert relative_error(found.hidden_states, reference(**inputs.arguments())) < 0.004
-    assert served == ["mxfp8" if recorded.cutlass else "bf16"] * 3  # while it was loaded, and now
+    assert served == ["mxfp8" if recorded.cutlass else "bf16"] * 2
     assert layer.w13_weight_scale_inv.dtype == torch.float8_e8m0fnu  # float32 scales have made room for bytes
     assert torch.equal(
         layer.w13_weight_scale_inv.view(torch.uint8)[inputs.topk_ids[0, 0] % 8],
@@ -368,7 +315,6 @@ def test_another_gpu_is_left_to_the_original(served, monkeypatch):
     [
         ((9, 0), (), "bf16"),
         ((12, 1), (), "mxfp8"),
-        ((12, 0), (mxfp4_moe.OURS_WIDE,), "mxfp8"),
         ((12, 0), (mxfp4_moe.OURS_MXFP8,), "bf16"),
     ],
 )
@@ -386,22 +332,6 @@ def test_activations_are_mxfp8_where_there_are_instructions_and_the_profile_has_
     process(Method(True), layer)
     apply(Method(True), layer, dispatched(inputs))
     assert set(served) == {activations} and mxfp4_moe.OURS_MXFP8 == adapter.WAY_MXFP8
-
-
-@pytest.mark.parametrize("left_out", [{}, {mxfp4_moe.OURS_WIDE: "takes 1.20 times as long as ours"}])
-def test_a_profile_that_leaves_wide_out_leaves_tritons_kernels(left_out, served, monkeypatch):
-    found, operator = {"mxfp4_moe": {"winner": "ours", "left_out": left_out}}, adapter.op.mxfp4_moe
-    asked = []
-    monkeypatch.setattr(patching, "_engine", SimpleNamespace(profile=profile.Profile("p.json", found)))
-    monkeypatch.setattr(
-        adapter.op, "mxfp4_moe", lambda *a, wide, **k: asked.append(wide) or operator(*a, wide=wide, **k)
-    )
-    inputs = engine_inputs(RECORDED[1])
-    layer = engine_layer(RECORDED[1], inputs)
-    process, apply = replaced(False)
-    process(Method(False), layer)
-    apply(Method(False), layer, dispatched(inputs))
-    assert set(asked) == {False if left_out else None} and mxfp4_moe.OURS_WIDE == adapter.WAY_WIDE
 
 
 def test_packed_topk_is_refused_in_words(served):

@@ -3,7 +3,6 @@
 import argparse
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from deepseek_v4_sm120.commands.doctor import (
     software_checks,
 )
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
-from deepseek_v4_sm120.ops.triton.compiles import Compiles
 from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT
 from tests.doctor.test_machine import finding, gathered, rtx, smi
 from tests.doctor.test_server import PLANNED
@@ -455,23 +453,6 @@ def test_why_sums_go_by_host_memory_decides_what_is_to_be_done(tmp_path, changes
     assert sums.state == WARN and cost in sums.cost and fix in sums.fix
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({"late": [["wide", 2.5], ["wide", 1.0], ["few", 0.5]], "compiled": 9}, "3 kernels were compiled while"),
-        ({"late": [], "compiled": 9}, None),
-        ({"late": [3, ["x"], [1, 2]]}, None),
-        ({"late": 3}, None),
-        (None, None),
-    ],
-)
-def test_kernels_that_requests_waited_for_are_told(tmp_path, found, words):
-    facts_ = gathered(tmp_path)
-    facts_.status["processes"] = [report(found={software_checks.COMPILES: found})] * 2
-    told = said(software_checks.checks(facts_), "kernels")
-    assert [(one.state, words in one.found) for one in told] == ([(WARN, True)] if words else [])
-
-
 def test_layers_that_were_left_to_sglang_are_told_once(tmp_path):
     found = gathered(tmp_path)
     note = "wo_a: SGLang's own, as layers' weights lie on the host (--cpu-offload-gb)"
@@ -482,9 +463,6 @@ def test_layers_that_were_left_to_sglang_are_told_once(tmp_path):
 def test_the_words_that_reports_are_searched_for_are_theirs():
     adapters = Path(facts.__file__).parents[2] / "sglang_patches/adapters"
     assert software_checks.HANDED_OVER in (adapters / "handed_over.py").read_text()
-    mxfp4_moe = (adapters / "mxfp4_moe.py").read_text()
-    assert "{PATCH}_compiles" in mxfp4_moe and software_checks.COMPILES == "mxfp4_moe_compiles"
-    assert "late" in {field.name for field in fields(Compiles)}
 
 
 def test_what_the_driver_says_of_processes_is_read():

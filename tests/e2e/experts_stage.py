@@ -1,5 +1,6 @@
-"""The stages `experts` of run_stage.py: prompts' experts as an SM120 engine has them, on a card that takes Triton's
-(sm120_plugin). Six layers: `flash6h` for answers beside stock's, `flash6` with its routers for what repeats itself."""
+"""The stages `experts` of run_stage.py: prompts' experts as an SM120 engine has them, in bf16 as on every card and with
+MXFP8 activations (sm120_plugin). Six layers: `flash6h` for answers beside stock's, `flash6` with its routers for what
+repeats itself."""
 
 import os
 from pathlib import Path
@@ -9,11 +10,7 @@ VARIABLE, FOUND = "E2E_AS_SM120", "experts_above_256_rows"  # the plugin's
 ISSUE = 6
 STOCK = "experts_stock"
 EXPERTS = 16  # of what answers by hash routing: seven engines side by side
-KERNELS = {
-    "triton": "Triton's experts for prompts",
-    "wide": "wide experts for prompts (W4A16)",
-    "scaled": "scaled experts for prompts (W4A8)",
-}
+KERNELS = {"wide": "wide experts for prompts (W4A16)", "scaled": "scaled experts for prompts (W4A8)"}
 MORE = {"": "", "fp8_index": ", index products in FP8", "sms=48": ", planned for 48 multiprocessors"}
 # name -> (kernel, what else is as on SM120); SGLang's own class of W4A8 but in shadow mode, where it must run here
 ANSWERS = {f"experts_{kernel}": (kernel, "") for kernel in KERNELS}
@@ -44,7 +41,6 @@ IMPLEMENTATIONS = {
 }
 DIFFERENCES = [
     *((f"{EXPERTS} experts, {KERNELS[kernel]}, against stock", name, STOCK) for name, (kernel, _) in ANSWERS.items()),
-    (f"{EXPERTS} experts, wide against Triton's", "experts_wide", "experts_triton"),
     (f"{EXPERTS} experts, MXFP8 against bf16", "experts_scaled", "experts_wide"),
 ]
 SAMES = [

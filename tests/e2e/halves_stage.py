@@ -2,8 +2,7 @@
 over cards in halves that take turns, as chunks of a half, and whole; launched one by one, and in SGLang's prefill
 graphs. To the last bit, at six layers; where every sum has one order behind the prefix cache, of many prompts in a
 pass, and the text with EAGLE, too; and the time to the first token through host memory, in passes of 8,192 rows and of
-32,000, for which the host's launches are no more. Experts are by the kernels of an SM120 (sm120_plugin), but for
-`halves2_combined`."""
+32,000, for which the host's launches are no more."""
 
 import experts_stage
 import prompt_times
@@ -91,7 +90,6 @@ IMPLEMENTATIONS = {
 
 def stages(make, timed, same, same4, sets, ours, no_peers):
     """timed, same: options of the two kinds of engines, over two cards; same4: over four."""
-    ours = ours | {experts_stage.VARIABLE: "wide"}
     tried = {VARIABLE: f"{SETTING}=on"}
     each, never = HALVED_PASSES, WHOLE_PASSES
     few_experts = sets(json_model_override_args='{"n_routed_experts": 16}')
@@ -161,7 +159,6 @@ def rows(cases, row):
         found.append(
             prompt_times.counted(name, reports, SETTING, "passes", "passes in halves", impl, least, row, cards)
         )
-        found += [] if name in COMBINED else experts_stage.ran(name, impl, "wide", cases[name], row, ISSUE)
         if "graphs" in name:
             by_graphs = cases[name]["prefills"].get("true", 0)
             found.append(row(name, impl, "passes by prefill graphs, missing to 4", max(0, 4 - by_graphs), 0, ISSUE))

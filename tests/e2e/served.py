@@ -104,8 +104,8 @@ def server(name: str, harness, options, port: int, work: Path, environment: dict
 
 
 def compiles(watch: Path, begin: float, end: float) -> list | None:
-    """[[seconds behind `begin`, kernel, is it ours, did Triton compile it, seconds]] of the schedulers; None: the
-    plugin never wrote."""
+    """[[seconds behind `begin`, kernel, did Triton compile it, seconds]] of the schedulers; None: the plugin never
+    wrote."""
     every = [json.loads(line) for path in sorted(watch.glob("*.compiles")) for line in path.read_text().splitlines()]
     found = [[round(at - begin, 2), *rest] for at, *rest in every if begin <= at < end]
     return found if any(watch.glob("*.json")) else None

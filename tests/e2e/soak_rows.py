@@ -192,20 +192,18 @@ def differ_between(digests: list) -> int:
 
 
 def compile_rows(add, calls: list) -> None:
-    """compiles: [seconds into the load, name, ours, did it compile, seconds]; None: nobody listened."""
+    """compiles: [seconds into the load, name, did it compile, seconds]; None: nobody listened."""
     heard = [call["compiles"] for call in calls]
     if any(found is None for found in heard):
-        add("kernels of ours that Triton compiled under load", None, 0)
+        add("calls in which nobody listened to Triton", sum(found is None for found in heard), 0)
         return
     every = [one for found in heard for one in found]
-    for what, chosen, bar in (
-        ("kernels of ours that Triton compiled under load", [c for c in every if c[2] and c[3]], 0),
-        ("kernels of ours that Triton loaded under load", [c for c in every if c[2] and not c[3]], None),
-        ("kernels of SGLang's that Triton compiled under load", [c for c in every if not c[2] and c[3]], None),
-        ("kernels of SGLang's that Triton loaded under load", [c for c in every if not c[2] and not c[3]], None),
+    for what, chosen in (
+        ("kernels of SGLang's that Triton compiled under load", [c for c in every if c[2]]),
+        ("kernels of SGLang's that Triton loaded under load", [c for c in every if not c[2]]),
     ):
-        add(what, len(chosen), bar)
-        names = Counter(one[1] for one in chosen if one[3])
+        add(what, len(chosen), None)
+        names = Counter(one[1] for one in chosen if one[2])
         for name, number in names.most_common(FIRST_FAULTS):
             first = min(one[0] for one in chosen if one[1] == name)
             add(f"compiled under load: {name}, {number} times, first at {first:.0f} s", None)

@@ -372,7 +372,7 @@ STAGES = {
         Case("ops43_launches", PROFILED, environment=OPS),
         Case("seams43_launches", PROFILED, environment=SEAMS),
     ],
-    # prompts' experts as on SM120, where a Hopper engine takes Triton's
+    # prompts' experts as on SM120, with MXFP8 activations too
     **experts_stage.stages(
         Case,
         sets(json_model_override_args=json.dumps({"n_routed_experts": experts_stage.EXPERTS})),

@@ -1,16 +1,14 @@
 #!/usr/bin/env python3
-"""From a server's start to its first token, and what compiles behind it: stock and ours, cold and warm, 6 layers.
+"""From a server's start to its first token, and what compiles behind it: stock and ours, 6 layers.
 
 usage: start_stage.py [--harness DIR] [--patch build] [--out $OUT] [--cards 1] [--one-card | --only-starts] ..
 
---cards 1   three waves of two servers, stock on one card and ours on the other. In the first ours has none of its own
-            kernels in Triton's folder (a copy of it, without them), and stock's is only there to make both waves after
-            it warm; in the third they change cards
+--cards 1   three waves of two servers, stock on one card and ours on the other. The first makes both waves after it
+            warm: SGLang's kernels are in their folders then; in the third they change cards
 --one-card  the first two of these waves, both servers on one card
---cards 2   TP2, one server after the other: stock, ours without its own kernels, ours, stock
+--cards 2   TP2, one server after the other: stock, ours, stock
 --only-starts  one server after the other: stock, and behind it, where SGLang's kernels are in their folders, ours,
-            stock, stock, ours; the first of ours still compiles its own. They are asked for nothing but a first token.
-            For what a start differs by from the next
+            stock, stock, ours. They are asked for nothing but a first token. For what a start differs by from the next
 
 Of each: seconds from the process's start to the first token, and what its log says of the parts. Then it is asked for
 shapes of every kind three times: the first time beyond the others is a pause, and what Triton compiled meanwhile is
@@ -42,13 +40,13 @@ from tests.e2e.callers_cards import of_callers  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
 from tests.e2e.serving_stage import load_harness  # noqa: E402
 from tests.e2e.stages import EVERY_CALL, FEW_EXPERTS, PAGED_EXTEND, PAGED_INDEX, sets, sums  # noqa: E402
-from tests.e2e.start_rows import COLD, FIRST, OURS, STOCK  # noqa: E402
+from tests.e2e.start_rows import FIRST, FIRST_OURS, OURS, STOCK  # noqa: E402
 
 STAGE = "start"
 # waves of (server, the cards that it sees); a wave's servers start side by side
 WAVES = {
-    1: (((FIRST, "0"), (COLD, "1")), ((STOCK, "0"), (OURS, "1")), ((OURS, "0"), (STOCK, "1"))),
-    2: (((FIRST, "0,1"),), ((COLD, "0,1"),), ((OURS, "0,1"),), ((STOCK, "0,1"),)),
+    1: (((FIRST, "0"), (FIRST_OURS, "1")), ((STOCK, "0"), (OURS, "1")), ((OURS, "0"), (STOCK, "1"))),
+    2: (((FIRST, "0,1"),), ((OURS, "0,1"),), ((STOCK, "0,1"),)),
 }
 ALTERNATING = (FIRST, OURS, STOCK, STOCK, OURS)  # of --only-starts
 ON_ONE_CARD = tuple(tuple((kind, "0") for kind, _ in wave) for wave in WAVES[1][:2])  # of --one-card
@@ -75,7 +73,6 @@ OF_THE_BODY = ("return_logprob", "top_logprobs_num")
 PARTS = re.compile(
     r"(Load weight end|Capture [\w ]*?graph end|Init (?:torch distributed|parallel) ends)\b[^\n]*?elapsed=([\d.]+)"
 )
-OUR_KERNEL = re.compile(r"@triton\.jit\ndef (\w+)")
 # folders that compilers keep what they made in, by their variables and where those are not set
 FOLDERS = {
     "TRITON_CACHE_DIR": ".triton/cache",
@@ -94,32 +91,9 @@ def folder_of(variable: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / FOLDERS[variable])
 
 
-def our_kernels(patch: Path) -> set[str]:
-    found = {name for path in (patch / "deepseek_v4_sm120/ops/triton").glob("*.py")
-             for name in OUR_KERNEL.findall(path.read_text())}  # fmt: skip
-    if not found:
-        raise SystemExit(f"start_stage: {patch} has no Triton kernels of ours")
-    return found
-
-
-def copy_without(source: Path, target: Path, kernels: set[str]) -> int:
-    """Triton's folder of compiled kernels but for these; how many were left out."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    left = 0
-    for entry in source.iterdir() if source.exists() else ():
-        if entry.is_dir() and any((entry / f"{kernel}.json").exists() for kernel in kernels):
-            left += 1
-        elif entry.is_dir():
-            shutil.copytree(entry, target / entry.name)
-        else:
-            shutil.copy2(entry, target / entry.name)
-    return left
-
-
-def files(own: Path) -> set[Path]:
-    """What compilers have written; own: the folder of ours' Triton in the cold wave and after it."""
-    folders = {own, *(folder_of(variable) for variable in FOLDERS)}
+def files() -> set[Path]:
+    """What compilers have written."""
+    folders = {folder_of(variable) for variable in FOLDERS}
     return {path for folder in folders if folder.exists() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -139,9 +113,9 @@ class Start:
 
     def __init__(self, kind: str, cards: str, number: int, stage: Stage):
         arguments, self.kind, self.stage = stage.arguments, kind, stage
-        self.name, self.is_ours = f"{number}_{kind}", kind in (OURS, COLD)
+        self.name, self.is_ours = f"{number}_{kind}", kind in (OURS, FIRST_OURS)
         where = ["--models", str(arguments.models)] + (["--patch", str(arguments.patch)] if self.is_ours else [])
-        environment = EVERY_CALL | {"TRITON_CACHE_DIR": str(stage.own)} if self.is_ours else PAGED_EXTEND | PAGED_INDEX
+        environment = EVERY_CALL if self.is_ours else PAGED_EXTEND | PAGED_INDEX
         environment = environment | {"CUDA_VISIBLE_DEVICES": of_callers(cards)}
         options = stage.harness.parse(["run", *OPTIONS, *(sums(2) if "," in cards else []), *where])
         self.watch = arguments.work / f"{self.name}_watch"
@@ -204,19 +178,17 @@ class Stage:
         _, model = self.harness.engine_args(self.harness.parse(["run", *OPTIONS, "--models", str(arguments.models)]))
         self.vocabulary = self.harness.vocab_of(model)
         write_tokenizer(Path(model), self.vocabulary)
-        self.own, self.starts, self.files = arguments.work / "triton", [], 0
+        self.starts, self.files = [], 0
 
     def left_s(self) -> float:
         return max(1.0, self.deadline - time.monotonic())
 
     def run(self) -> None:
-        left = copy_without(folder_of("TRITON_CACHE_DIR"), self.own, our_kernels(self.arguments.patch))
-        say(f"ours has a copy of Triton's folder without {left} kernels of its own")
         number = 0
         for wave in waves(self.arguments):
             starts = [Start(kind, cards, number + i, self) for i, (kind, cards) in enumerate(wave)]
             number += len(wave)
-            before = files(self.own)
+            before = files()
             try:
                 with concurrent.futures.ThreadPoolExecutor(len(wave)) as pool:
                     list(pool.map(Start.run, starts))
@@ -225,7 +197,7 @@ class Stage:
                     list(pool.map(lambda start: start.process.stop(), starts))
             self.starts += [start.found for start in starts]
             if any(kind == OURS for kind, _ in wave):  # of the last one that has a warm server of ours
-                self.files = len(files(self.own) - before)
+                self.files = len(files() - before)
 
     @property
     def command(self) -> str:

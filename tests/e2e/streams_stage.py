@@ -1,8 +1,7 @@
 """The stages `streams2_same` and `streams2_43` of run_stage.py: a prompt's residual streams dealt to two cards, and all
 on both. To the last bit, at six layers; and the time to the first token, over NVLink and through host memory, over
-NVLink beside stock's; there, too, with prompts' experts as an SM120 engine has them."""
+NVLink beside stock's."""
 
-import experts_stage
 import halves_stage
 import prompt_times
 
@@ -17,7 +16,7 @@ SAMES = [
     ("yardstick: two cards, streams kept whole, two processes", AGAIN, KEPT),
 ]
 TIMED = {f"{how}_streams2_43{peers}": (how, peers) for peers in prompt_times.PEERS for how in WORDS}
-STOCK, WIDE = "stock_streams2_43", "wide_streams2_43"
+STOCK = "stock_streams2_43"
 # compared like with like: prompts alone with prompts alone, 8 at once with 8 at once
 PROMPTS = ["--prompts", "2100,4100,8200,20001", "--batches", "8", "--graph-bs", "1", "8"]
 SHAPES = (*prompt_times.SHAPES, "32x1024")
@@ -30,7 +29,6 @@ IMPLEMENTATIONS = {
     KEPT: "ours, two cards, streams kept whole",
     AGAIN: "ours, two cards, streams kept whole, another process",
     **{name: f"ours, two cards, {prompt_times.PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
-    WIDE: f"ours, two cards, {prompt_times.PEERS['']}, {experts_stage.KERNELS['wide']}",
     STOCK: f"SGLang stock (Hopper kernels), two cards, {prompt_times.PEERS['']}",
 }
 
@@ -57,7 +55,6 @@ def stages(make, timed, same, sets, ours, no_peers):
                 )
                 for name, (how, peers) in TIMED.items()
             ),
-            make(WIDE, timed, environment=ours | whole | {experts_stage.VARIABLE: "wide"}, takes_turns=True),
             make(STOCK, timed, patched=False, takes_turns=True),
         ],
     }
@@ -73,16 +70,14 @@ def rows(cases, row):
         )
         for name in ours
     ]
-    if WIDE in cases:
-        found += experts_stage.ran(WIDE, IMPLEMENTATIONS[WIDE], "wide", cases[WIDE], row, ISSUE)
     stock = cases.get(STOCK, {}).get("prompts", {})
-    for name, (how, peers) in (TIMED | {WIDE: ("wide", ""), STOCK: ("stock", "")}).items():
+    for name, (how, peers) in (TIMED | {STOCK: ("stock", "")}).items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         kept = cases.get(f"kept_streams2_43{peers}", {}).get("prompts", {})
         for at in SHAPES if name in cases else ():
             what = prompt_times.case_of(at)
             found += prompt_times.times_of(times.get(at, {}), what, impl, row)
-            if how in ("kept", "wide") and not peers and at in MOST_OF_STOCK:
+            if how == "kept" and not peers and at in MOST_OF_STOCK:
                 share = prompt_times.share_of(times, stock, at, "first_token_ms_worst")
                 metric = "time to all first tokens, slower of each, of stock's"
                 found.append(row(what, impl, metric, share, MOST_OF_STOCK[at], ISSUE))

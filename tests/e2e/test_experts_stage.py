@@ -35,7 +35,7 @@ def test_every_engine_and_its_rows(machine):  # noqa: F811
     assert {name for name, case in cases.items() if "_SHADOW=1" in case["command"]} == set(experts_stage.BESIDE)
     assert {name for name, case in cases.items() if "_FORCE=ops" not in case["command"]} == {"experts_stock"}
     compared = {(d["run"], d["against"]) for d in stage["differences"]}
-    assert ("experts_wide", "experts_stock") in compared and ("experts_wide", "experts_triton") in compared
+    assert ("experts_wide", "experts_stock") in compared and ("experts_scaled", "experts_wide") in compared
     rows = rows_of(path)
     own = [r for r in rows if r["metric"] == "the run against its own repetition" and r["bar"] is not None]
     assert own and all(r["met"] for r in own) and {r["impl"][:4] for r in own} == {"ours"}
@@ -77,7 +77,7 @@ def test_sglangs_own_branches_with_ours(machine):  # noqa: F811
 
 
 def test_an_engine_that_ran_another_kernel_has_failed(machine):  # noqa: F811
-    machine("experts", "--only", "experts_wide", FAKE_KERNEL="triton")
+    machine("experts", "--only", "experts_wide", FAKE_KERNEL="scaled")
     rows = {r["metric"]: r for r in rows_of(machine.out / "stage_experts.json") if r["case"] == "experts_wide"}
     missing, others = (
         rows["calls above 256 rows by its kernel, missing to 32"],
@@ -102,7 +102,7 @@ def plugin(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for place, names in (
-        (op, ("WGMMA_MAJOR", "BLOCK_SCALED_MAJOR", *module.KERNELS)),
+        (op, ("BLOCK_SCALED_MAJOR", *module.KERNELS)),
         (adapter, ("replace_marlin_process", "replace_marlin_apply")),
         (index_select, ("has_fp8_mma",)),
         (cuda_tensors, ("num_sms",)),
@@ -124,15 +124,14 @@ def many_rows(monkeypatch, plugin, activations):
         (8, 1024, 2048), (8, 1024, 128), (8, 4096, 256), (8, 4096, 16))), up_first=False)  # fmt: skip
     check = SimpleNamespace(device=None, refuse=lambda *why: ran.append(why), multiple=lambda *_: None)
     monkeypatch.setattr(op.extension, "load", lambda: SimpleNamespace(mxfp4_moe_max_tiled_experts=1024))
-    op._check_grouped(check, 4096, 512, 8, weights, activations)
-    op._many_rows(SimpleNamespace(device=None), weights, None, 10.0, None, activations, False, None)
+    op._check_many(check, 4096, 512, 8, weights)
+    op._many_rows(SimpleNamespace(device=None), weights, None, 10.0, None, activations, False)
     return ran, dict(plugin.counts)
 
 
 @pytest.mark.parametrize(
     "word, activations, ran, counted",
     [
-        ("triton", "bf16", "_grouped", "triton"),
         ("wide", "bf16", "_sorted_rows", "wide"),
         ("scaled", "mxfp8", "_scaled_rows", "scaled"),
     ],
@@ -154,13 +153,13 @@ def test_exact_sums_are_not_taken_for_wide(monkeypatch, plugin):
 def test_each_kernels_count_is_written_at_powers_of_two(monkeypatch, plugin):
     written = []
     monkeypatch.setattr(report, "write", lambda: written.append(dict(plugin.counts)))
-    monkeypatch.setattr(op, "_grouped", lambda: None)
-    monkeypatch.setattr(op, "_scaled_rows", lambda: None)
+    for name in plugin.KERNELS:
+        monkeypatch.setattr(op, name, lambda: None)
     plugin.count()
     for _ in range(5):
         op._scaled_rows()
-    op._grouped()
-    assert written == [{"scaled": 1}, {"scaled": 2}, {"scaled": 4}, {"scaled": 5, "triton": 1}]
+    op._sorted_rows()
+    assert written == [{"scaled": 1}, {"scaled": 2}, {"scaled": 4}, {"scaled": 5, "wide": 1}]
 
 
 def test_marlins_method_asks_for_mxfp8_where_scaled_is_asked_for(monkeypatch, plugin):
@@ -183,7 +182,7 @@ def test_register_takes_all_that_is_named(monkeypatch, plugin):
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
     monkeypatch.setenv("E2E_AS_SM120", "wide,fp8_index,sms=48")
     plugin.register()
-    assert op.WGMMA_MAJOR is None and index_select.has_fp8_mma(0) and cuda_tensors.num_sms(0) == 48
+    assert index_select.has_fp8_mma(0) and cuda_tensors.num_sms(0) == 48
     assert hooks == [(plugin.DUMMY_WEIGHTS, plugin.swapped, "after")] and experts_stage.FOUND in report._notes
 
 

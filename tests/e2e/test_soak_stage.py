@@ -90,7 +90,7 @@ def tell():
         draft.replace(watch / "1.json")
         if is_leaking:
             with open(watch / "1.compiles", "a") as file:
-                file.write(json.dumps([time.monotonic(), "_gate_up_kernel", True, True, 1.5]) + "\\n")
+                file.write(json.dumps([time.monotonic(), "their_kernel", True, 1.5]) + "\\n")
 def keep_telling():
     while True:
         tell()
@@ -186,7 +186,8 @@ def test_what_grows_is_found(soaked):
     grown = unmet(rows, "reproducible")
     missed = {f"{what}, after less before" for what in soak_rows.MORE_BARS} - grown
     assert missed <= {f"{what}, after less before" for what in ("processes", "entries in /dev/shm", "KV tokens in use")}
-    assert {"kernels of ours that Triton compiled under load", "faults"} <= grown, done.stdout
+    assert "faults" in grown, done.stdout
+    assert rows["reproducible", "kernels of SGLang's that Triton compiled under load"]["value"] > 0
     assert rows["reproducible", "host memory, MiB, after less before"]["value"] > 10
     faults = found["soak"]["servers"]["reproducible"]["load"]["faults"]
     assert any("malformed request" in text and "taken" in text for text in faults)
@@ -448,10 +449,8 @@ def missed_by(*calls, name="plain"):
         ((), {}, set()),
         ((), {"problem": "it died"}, {"calls that broke"}),
         ((), {"stuck": 1}, {"times that it did not come to rest"}),
-        ((), {"compiles": [[1.0, "k", True, True, 0.1]]}, {"kernels of ours that Triton compiled under load"}),
-        ((), {"compiles": [[1.0, "k", True, False, 0.1]]}, set()),
-        ((), {"compiles": [[1.0, "theirs", False, True, 0.1]]}, set()),
-        ((), {"compiles": None}, {"kernels of ours that Triton compiled under load"}),
+        ((), {"compiles": [[1.0, "theirs", True, 0.1]]}, set()),
+        ((), {"compiles": None}, {"calls in which nobody listened to Triton"}),
         (("load",), {"faults": ["one"]}, {"faults"}),
         (("load",), {"counts": {"short": 5}}, {"kinds of requests of which none went well"}),
         (("load",), {"buckets": []}, {"tokens/s, loss of which one is sure, %"}),
@@ -486,7 +485,7 @@ def test_what_is_not_shown_is_not_demanded_and_of_stock_nothing_is():
     call = made_call() | {"left_out": {"long": "no grammar"}}
     call["load"]["counts"] = {"short": 5}
     assert missed_by(call) == set()
-    call |= {"problem": "it died", "compiles": [[1.0, "k", True, True, 0.1]]}
+    call |= {"problem": "it died", "compiles": None}
     assert missed_by(call, name="stock") == set() != missed_by(call)
 
 
@@ -535,11 +534,10 @@ def test_the_plugin_sees_our_words_caches_and_lists(tmp_path, monkeypatch):
     assert after["words"] == {"streams": 1, "captures": 0, "given": 64} and before["words"]["streams"] == 0
     assert sum(after["contained"].values()) == sum(before["contained"].values()) + 1
     assert after["contained"]["patching.report._notes"] >= 1 and time.monotonic() - after["at"] < 60
-    kernel = type("Source", (), {"fn": type("Kernel", (), {"__module__": "deepseek_v4_sm120.ops.triton.mxfp4_moe"})})
     times = type("Times", (), {"total": 2_400_000})
-    knobs.compilation.listener(src=kernel, metadata={"name": "k"}, metadata_group={}, times=times, cache_hit=False)
+    knobs.compilation.listener(src=None, metadata={"name": "k"}, metadata_group={}, times=times, cache_hit=False)
     (line,) = (tmp_path / "watch").glob("*.compiles")
-    assert json.loads(line.read_text())[1:] == ["k", True, True, 2.4] and len(heard) == 1
+    assert json.loads(line.read_text())[1:] == ["k", True, 2.4] and len(heard) == 1
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ def test_wide_kernels_take_sizes_that_few_rows_do_not():
     inputs = moe_spec.make_inputs(shape, seed=5, device="cpu")
     given = inputs.arguments()
     with emulated(seed=5, most_instructions=100):
-        found = mxfp4_moe.mxfp4_moe(**given, wide=True)
+        found = mxfp4_moe.mxfp4_moe(**given)
     assert strict_error(found, moe_reference.mxfp4_moe(**given)) < bounds.MXFP4_MOE.truth and ran("wide_kernel")
 
 

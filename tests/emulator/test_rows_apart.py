@@ -29,7 +29,6 @@ from deepseek_v4_sm120.ops import (
 )
 from deepseek_v4_sm120.ops import compressor as compressor_op
 from deepseek_v4_sm120.ops import fp8_linear_draft_input as draft_op
-from deepseek_v4_sm120.ops.triton import mxfp4_moe as triton_moe
 from deepseek_v4_sm120.reference import compressor as compressor_reference
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.reference.sparse_decode import valid_candidates
@@ -42,7 +41,6 @@ from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
 from deepseek_v4_sm120.specs import wo_a as wo_a_spec
 from tests.emulator.emulated import emulated, generator, group, on_cards, ran
-from tests.emulator.triton_kernels import on_emulator
 
 BORDERS = (2, 8, 9, 16, 17, 32, 33)  # rows on both sides of where the launchers take another kernel
 NO_ID = (-1, 2**31 - 1, -(2**31), 5000, 0)
@@ -231,22 +229,14 @@ def test_mxfp4_moe_of_few_rows(rows, hidden, reproducible):
     apart(lambda **spoilt: call(**given | spoilt), rows, moe_batch(given))
 
 
-@pytest.mark.parametrize("way", ["exact", "wide", "scaled", "triton"])
+@pytest.mark.parametrize("way", ["exact", "wide", "scaled"])
 def test_mxfp4_moe_of_many_rows(way, monkeypatch):
     monkeypatch.setattr(mxfp4_moe, "DECODE_ROWS", 0)
     rows = 5 if way == "exact" else 70
     sizes = {"hidden": 4096, "inter": 256} if way == "exact" else {"hidden": 512, "inter": 256}
     given = moe_spec.make_inputs(moe_spec.Shape(rows, **sizes, experts=3, topk=2), seed=4, device="cpu").arguments()
-    options = {"reproducible": True} if way == "exact" else {"wide": way != "triton"}
-    options |= {"activations": "mxfp8"} if way == "scaled" else {}
-
-    def call(**spoilt):
-        if way != "triton":
-            return mxfp4_moe.mxfp4_moe(**given | spoilt, **options)
-        with on_emulator(triton_moe):
-            return mxfp4_moe.mxfp4_moe(**given | spoilt, **options)
-
-    apart(call, rows, moe_batch(given))
+    options = {"exact": {"reproducible": True}, "wide": {}, "scaled": {"activations": "mxfp8"}}[way]
+    apart(lambda **spoilt: mxfp4_moe.mxfp4_moe(**given | spoilt, **options), rows, moe_batch(given))
 
 
 def test_add_shared():

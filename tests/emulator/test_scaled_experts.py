@@ -55,11 +55,21 @@ def test_what_the_rounding_costs():
     assert 0.01 < relative_error(found, reference.mxfp4_moe(**inputs.arguments())) < 0.06
 
 
-def test_a_size_that_it_does_not_take_is_refused():
-    inputs = spec.make_inputs(spec.Shape(4, 256, 128, experts=3, topk=2), device="cpu")
-    words = r'^mxfp4_moe: activations must be "bf16" for inter 128, 128 more than a multiple of 512, got mxfp8'
-    with emulated(**SCHEDULES["long turns"]), pytest.raises(ValueError, match=words):
-        mxfp4_moe.mxfp4_moe(**inputs.arguments(), activations="mxfp8")
+@pytest.mark.parametrize("activations", ["bf16", "mxfp8"])
+@pytest.mark.parametrize(
+    ("hidden", "inter", "experts", "words"),
+    [
+        (256, 128, 3, r"w13.shape\[1\] / 2 must not be 128 more than a multiple of 512, got 128"),
+        (256, 640, 3, r"w13.shape\[1\] / 2 must not be 128 more than a multiple of 512, got 640"),
+        (256, 320, 3, r"w13.shape\[1\] / 2 must be a positive multiple of 128, got 320"),
+        (384, 256, 3, r"hidden.shape\[1\] must be a positive multiple of 256, got 384"),
+        (32, 32, 1025, "w13 must have at most 1024 experts, got 1025"),
+    ],
+)
+def test_a_size_that_many_rows_do_not_take_is_refused(hidden, inter, experts, words, activations):
+    inputs = spec.make_inputs(spec.Shape(4, hidden, inter, experts, topk=2), device="cpu")
+    with emulated(**SCHEDULES["long turns"]), pytest.raises(ValueError, match=f"^mxfp4_moe: {words}"):
+        mxfp4_moe.mxfp4_moe(**inputs.arguments(), activations=activations)
 
 
 @pytest.mark.parametrize("activations", ["bf16", "mxfp8"])

@@ -18,7 +18,6 @@ from deepseek_v4_sm120.ops import all_reduce as all_reduce_op
 from deepseek_v4_sm120.ops import bf16_linear, bf16_linear_draft_head, fp8_linear, mhc, mxfp4_moe, sparse_decode, wo_a
 from deepseek_v4_sm120.ops import compressor as compressor_op
 from deepseek_v4_sm120.ops import index_select as index_op
-from deepseek_v4_sm120.ops.triton import mxfp4_moe as triton_moe
 from deepseek_v4_sm120.reference import all_reduce as all_reduce_reference
 from deepseek_v4_sm120.reference import bf16_linear_draft_head as head_reference
 from deepseek_v4_sm120.reference import compressor as compressor_reference
@@ -39,7 +38,6 @@ from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
 from deepseek_v4_sm120.specs import wo_a as wo_a_spec
 from tests.emulator.emulated import emulated, generator, group, on_cards
-from tests.emulator.triton_kernels import on_emulator
 
 BF16, FLOAT32 = 2.0**-8, 2.0**-24  # of a number, by rounding it once
 SUMS = 64 * FLOAT32  # of the magnitudes that a sum in float32 has
@@ -168,15 +166,14 @@ def identity_experts(rows: int, hidden: int, inter: int = 256) -> moe_spec.Input
 WAYS = {
     "few": (4096, {}),
     "sorted": (4096, {"reproducible": True}),
-    "wide": (512, {"wide": True}),
+    "wide": (512, {}),
     "scaled": (512, {"activations": "mxfp8"}),
-    "triton": (512, {"wide": False}),
 }
 
 
 def experts(way: str, inputs, monkeypatch) -> torch.Tensor:
     monkeypatch.setattr(mxfp4_moe, "DECODE_ROWS", 256 if way == "few" else 0)
-    with emulated(seed=1, most_instructions=400, multiprocessors=4), on_emulator(triton_moe):
+    with emulated(seed=1, most_instructions=400, multiprocessors=4):
         return mxfp4_moe.mxfp4_moe(**inputs.arguments(), **WAYS[way][1])
 
 

@@ -10,7 +10,6 @@ import torch
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.ops.mxfp4_moe import DECODE_ROWS, mxfp4_moe
 from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
-from deepseek_v4_sm120.reference.mxfp4_moe import local_experts, tiles
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.mxfp4_moe import Inputs, Shape, make_inputs, routed_ids, routed_weights
@@ -71,52 +70,9 @@ def test_against_the_reference(name, device):
     assert torch.equal(out, mxfp4_moe(**inputs.arguments()))
 
 
-TILED = {
-    "uniform": Shape(1000, experts=64),
-    "one row": Shape(1, experts=8),
-    "edges": Shape(700, experts=40, ids="edges"),
-    "one expert": Shape(3000, experts=8, ids="one"),
-    "holes, map": Shape(900, experts=32, mapped=True, all_experts=96, masked=0.4),
-    "no expert at all": Shape(500, experts=16, masked=1.0),
-    "second rank": Shape(333, experts=31, first_expert=31, all_experts=93),
-    "all of Pro, many chunks": Shape(30_000, experts=384),
-    "as many experts as there may be": Shape(5000, experts=1024),
-}
-
-
-@pytest.mark.parametrize("name", TILED)
-@pytest.mark.parametrize("block_m", [32, 64, 128])
-def test_tiles_are_the_specifications(name, block_m, device):
-    shape = TILED[name]
-    generator = torch.Generator().manual_seed(3)
-    ids = routed_ids(shape, generator).to(device)
-    expert_map = None
-    if shape.mapped:
-        expert_map = torch.full((shape.all_experts,), -1, dtype=torch.int32)
-        chosen = torch.randperm(shape.all_experts, generator=generator)[: shape.experts]
-        expert_map[chosen] = torch.arange(shape.experts, dtype=torch.int32)
-        expert_map = expert_map.to(device)
-    padded = torch.full((shape.rows, shape.topk + 3), -7, dtype=torch.int32, device=device)
-    padded[:, : shape.topk] = ids  # rows with a stride of their own
-    routing = op.Routing(padded[:, : shape.topk], None, shape.first_expert, expert_map, 1.0)
-    found = op.make_tiles(routing, shape.experts, block_m)
-    local = local_experts(ids, shape.experts, first_expert=shape.first_expert, expert_map=expert_map)
-    num_whole = op.num_whole_tiles(ids.numel(), block_m)
-    pairs, table = tiles(local.cpu(), shape.experts, block_m, num_whole)
-    assert torch.equal(found.pair_expert.long(), local.flatten())
-    assert torch.equal(found.pairs[: len(pairs)].cpu(), pairs)
-    expected = op.cut(table, num_whole, block_m)
-    assert [height for height, _ in found.lists] == [height for height, _ in expected]
-    for (_, ours), (_, theirs) in zip(found.lists, expected, strict=True):
-        there = theirs[0] >= 0
-        assert torch.equal(ours[0].cpu(), theirs[0])
-        for a, b in zip(ours[1:], theirs[1:], strict=True):
-            assert torch.equal(a.cpu()[there], b[there])
-
-
 @pytest.mark.parametrize("inter", [512, 2048])
 def test_many_rows_repeat_themselves(inter, device):
-    """What shows a race in a grouped GEMM; one with eight warps did (docs/notes/mxfp4_moe.md)."""
+    """What shows a race between copies and products."""
     inputs = make_inputs(Shape(2048, inter=inter, experts=64), seed=6, device=device)
     first = mxfp4_moe(**inputs.arguments())
     assert all(torch.equal(first, mxfp4_moe(**inputs.arguments())) for _ in range(6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe
 from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.ops.shared.checks import Call
+from deepseek_v4_sm120.ops.shared.limits import LIMITS
 from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
 
 GOOD = make_inputs(Shape(3, hidden=256, inter=128, experts=4, topk=2), device="cpu")
@@ -62,11 +65,6 @@ BAD = {
         {"expert_map": torch.zeros(0, dtype=torch.int32)},
         r"expert_map.shape must be \[1 or more\], got \[0\]",
     ),
-    "wide": ({"wide": 2}, "wide must be one of None, False, True, got 2"),
-    "wide of few inputs": (
-        {"wide": True},
-        "wide must be False or None for inter 128, 128 more than a multiple of 512, got True",
-    ),
     "activations": ({"activations": "fp4"}, "activations must be one of bf16, mxfp8, got 'fp4'"),
     "out shape": ({"out": torch.zeros(2, 256).bfloat16()}, r"out.shape must be \[3, 256\], got \[2, 256\]"),
 }
@@ -100,6 +98,9 @@ def test_what_32_bits_do_not_reach_is_refused_where_it_is_asked_for(name, most):
             mxfp4_moe(**(given | {name: weights}), reproducible=True)
         with pytest.raises(RuntimeError, match="hidden.device must be a CUDA device"):
             mxfp4_moe(**(given | {name: weights}))
+    experts = op.Weights(*((given | {name: weights})[key] for key in ("w13", "w13_scale", "w2", "w2_scale")), False)
+    with pytest.raises(ValueError, match=f"^mxfp4_moe: {name} must span at most {most} bytes, got "):  # of many rows
+        op._check_many(Call("mxfp4_moe", "hidden", given["hidden"]), 4096, 256, 3, experts)
 
 
 def test_the_pairs_of_a_launch():
@@ -108,6 +109,20 @@ def test_the_pairs_of_a_launch():
 
     most = op.DECODE_ROWS * 12  # so rows of up to 12 experts are few up to DECODE_ROWS
     assert problem(most) == "" and "3072 pairs" in problem(most + 1)
+
+
+SIZES = LIMITS["mxfp4_moe"]
+
+
+@pytest.mark.parametrize("inter", SIZES["inter"].values)
+@pytest.mark.parametrize("hidden", SIZES["hidden"].values)
+def test_a_size_that_adapters_keep_is_taken_at_any_number_of_rows(hidden, inter):
+    experts, empty = SIZES["experts"].most, functools.partial(torch.empty, dtype=torch.uint8, device="meta")
+    w13, w2 = (experts, 2 * inter, hidden), (experts, hidden, inter)
+    weights = op.Weights(*(empty(*size[:2], size[2] // n) for size in (w13, w2) for n in (2, op.GROUP)), up_first=False)
+    op._check_many(Call("mxfp4_moe", "hidden", empty(1, hidden)), hidden, inter, experts, weights)
+    few = {"hidden": hidden, "inter": inter, "experts": experts}
+    assert extension.load().mxfp4_moe_problem(**few, pairs=op.DECODE_ROWS * SIZES["experts_per_token"].most) == ""
 
 
 def test_sizes_of_many_rows_alone_are_not_reproducible():

@@ -1,14 +1,16 @@
-"""mxfp4_moe for many rows by the kernels of mma.sync (csrc/mxfp4_moe/wide.cuh), which an SM90 runs when asked to."""
+"""mxfp4_moe for many rows in bf16 (csrc/mxfp4_moe/wide.cuh), by mma.sync on every card."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe
 from deepseek_v4_sm120.reference.accuracy import relative_error, strict_error
+from deepseek_v4_sm120.reference.mxfp4_moe import local_experts
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
@@ -16,6 +18,16 @@ from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
 pytestmark = pytest.mark.gpu
 
 BASE = Shape(600, inter=512, experts=32)
+ROWS = (257, 1024, 8192)
+ROUTED = {
+    "one row": Shape(1, experts=8),
+    "edges": Shape(700, experts=40, ids="edges"),
+    "one expert": Shape(3000, experts=8, ids="one"),
+    "holes, map": Shape(900, experts=32, mapped=True, all_experts=96, masked=0.4),
+    "second rank": Shape(333, experts=31, first_expert=31, all_experts=93),
+    "many chunks": Shape(30_000, experts=384),
+    "as many experts as there may be": Shape(5000, experts=1024),
+}
 SHAPES = {
     **{f"{rows} rows": dataclasses.replace(BASE, rows=rows) for rows in (257, 300, 1000, 2049)},
     **{f"inter {n}": dataclasses.replace(BASE, inter=n) for n in (256, 384, 768, 896, 1024, 2048)},
@@ -29,13 +41,18 @@ SHAPES = {
     "no limit, scaled, topk 3": dataclasses.replace(BASE, swiglu_limit=None, routed_scaling=1.5, topk=3),
     "topk 8": dataclasses.replace(BASE, topk=8),
     "wide scales": dataclasses.replace(BASE, wide_scales=True),
-    "past 2^31 bytes": Shape(600, inter=2048, experts=256),
+    "past 2^31 bytes of w13, Pro": Shape(300, hidden=7168, inter=3072, experts=100),
     "y in parts": Shape(9000, inter=256, experts=16),
+    # Flash and Pro on one, two, four and eight cards
+    **{f"Flash, TP{tp}, {n} rows": Shape(n, inter=2048 // tp, experts=256) for tp in (1, 2, 4, 8) for n in ROWS},
+    **{f"Pro, TP{tp}": Shape(1024, hidden=7168, inter=3072 // tp, experts=96) for tp in (1, 2, 4, 8)},
+    # how pairs are sorted and cut
+    **{f"sorted, {name}": dataclasses.replace(shape, hidden=256, inter=256) for name, shape in ROUTED.items()},
 }
 
 
-def wide(inputs, **more) -> torch.Tensor:
-    return mxfp4_moe(**inputs.arguments(), wide=True, **more)
+def wide(inputs) -> torch.Tensor:
+    return mxfp4_moe(**inputs.arguments())
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -61,6 +78,28 @@ def test_scales_far_from_one(byte, device):
         assert relative_error(out, truth) < bounds.MXFP4_MOE.truth
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_ids_of_no_expert(mapped, rows, device):
+    """Of no rank, of others' and beyond the map: nothing of them is read, and rows that have no others are zero."""
+    shape = dataclasses.replace(BASE, rows=rows, first_expert=0 if mapped else 7, all_experts=96, mapped=mapped)
+    inputs = make_inputs(shape, seed=rows, device=device)
+    hostile = torch.tensor([-1, 96, 2**31 - 1, -(2**31), 10_000, -9], dtype=torch.int32, device=device)
+    inputs.topk_ids[::5] = hostile
+    inputs.topk_ids[1::5, 3:] = hostile[3:]
+    local = local_experts(
+        inputs.topk_ids, shape.experts, first_expert=inputs.first_expert, expert_map=inputs.expert_map
+    )
+    alone = local.amax(1) < 0
+    inputs.hidden[alone] = math.nan
+    inputs.topk_weights[local < 0] = math.nan
+    found = wide(inputs)
+    assert int(alone.sum()) >= rows // 5 and not found[alone].any() and bool(found[~alone].any())
+    inputs.hidden[alone] = 0
+    inputs.topk_weights[local < 0] = 0
+    assert strict_error(found, reference(**inputs.arguments())) < bounds.MXFP4_MOE.truth
+
+
 def test_no_expert_at_all(device):
     inputs = make_inputs(dataclasses.replace(BASE, masked=1.0), device=device)
     assert not wide(inputs).any()
@@ -73,7 +112,7 @@ def test_rows_with_strides_and_an_out(device):
     padded, out = (torch.zeros((rows, hidden + more), dtype=torch.bfloat16, device=device) for more in (8, 16))
     padded[:, :hidden] = inputs.hidden
     given = inputs.arguments() | {"hidden": padded[:, :hidden]}
-    found = mxfp4_moe(**given, wide=True, out=out[:, :hidden])
+    found = mxfp4_moe(**given, out=out[:, :hidden])
     assert torch.equal(found, expected) and not out[:, hidden:].any()
 
 
@@ -101,12 +140,3 @@ def test_calls_on_two_streams(device):
     torch.cuda.synchronize()
     for expected, outs in zip(alone, found, strict=True):
         assert all(torch.equal(out, expected) for out in outs)
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
-def test_what_runs_by_itself(capability, device, monkeypatch):
-    inputs = make_inputs(BASE, device=device)
-    ways = {True: wide(inputs), False: mxfp4_moe(**inputs.arguments(), wide=False)}
-    assert not torch.equal(*ways.values())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    assert torch.equal(mxfp4_moe(**inputs.arguments()), ways[capability[0] != 9])

@@ -96,7 +96,7 @@ OURS = {
     **dict.fromkeys(("mhc_owed_sum", "mhc_owed_terms"), {"x"}),
     "mhc_sum": {"ours", "ours.sums"},
     "min_p_verify": {"of_batch"},
-    "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours", "routed", "type(method).apply"},
+    "mxfp4_moe": {"experts", "getattr(layer, KEPT)", "ours", "routed", "type(method).apply"},
     **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},

@@ -303,7 +303,6 @@ def test_another_models_fp8_layers_are_sglangs_until_an_attention_of_ours_is_mad
 )
 def test_experts_are_loaded_and_computed_by_the_same_one(shape, ours, cutlass, experts_served, monkeypatch):  # noqa: F811
     monkeypatch.setitem(mxfp4_moe.limits.LIMITS, "mxfp4_moe", SIZES)
-    monkeypatch.setattr(mxfp4_moe, "_compile_prefill", lambda layer, kept: None)
     recorded = experts.Recorded("x", torch.float8_e8m0fnu, cutlass=cutlass)
     made = make_experts(shape, device="cpu")
     layer, method = experts.engine_layer(recorded, made), experts.Method(cutlass)

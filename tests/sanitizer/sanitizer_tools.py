@@ -51,7 +51,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OURS = "4dsv4"  # in the mangled names of all CUDA kernels of ours: their namespace
-TRITON = ("_gate_up_kernel", "_down_kernel", "_combine_kernel")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PADDING = 4096
 PREFIX = "========="
@@ -239,7 +238,7 @@ def command(
     program: Sequence[str],
     *,
     port: int,
-    kernels: Sequence[str] = (OURS, *TRITON),
+    kernels: Sequence[str] = (OURS,),
 ) -> list[str]:
     """The program under a tool. `port`: the first of ten by which the tool talks to it; each run has its own.
     `kernels`: what the names of those that it looks at have in them."""
@@ -284,7 +283,7 @@ NUMBERS = re.compile(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)")
 
 
 def is_ours(place: str) -> bool:
-    return "dsv4::" in place or OURS in place or any(re.search(rf"\b{name}\b", place) for name in TRITON)
+    return "dsv4::" in place or OURS in place
 
 
 def _records(text: str) -> Iterator[list[str]]:

@@ -47,7 +47,7 @@ UNWRITTEN = """========= COMPUTE-SANITIZER
 =========     by thread (1,0,0) in block (0,0,0)
 =========
 ========= Uninitialized __global__ memory read of size 2 bytes
-=========     at _down_kernel+0x610 in mxfp4_moe.py:190
+=========     at void dsv4::mxfp4_moe::wide_kernel<(bool)0>(int)+0x610
 =========     by thread (1,0,0) in block (0,0,0)
 =========
 ========= ERROR SUMMARY: 2 errors
@@ -78,7 +78,8 @@ def test_reports_are_counted_by_kernel():
     ((what, kernel),) = report.faults
     assert what.startswith("Error: Race reported between Write access") and "many_kernel" in kernel
     report = tools.read(UNWRITTEN)
-    assert [kernel for _, kernel in report.faults] == ["_down_kernel"] and sum(report.others.values()) == 1
+    ((_, kernel),) = report.faults
+    assert "wide_kernel" in kernel and sum(report.others.values()) == 1
     assert tools.read("").finished is False and tools.read(CLEAN["racecheck"]).finished
 
 
@@ -92,7 +93,7 @@ def test_clean_reports_of_all_calls_pass(tool):
     [
         ("bf16_linear_kernel", {"report": INVALID}),
         ("many_kernel", {"report": RACE, "tool": "racecheck"}),
-        ("_down_kernel", {"report": UNWRITTEN, "tool": "initcheck"}),
+        ("wide_kernel", {"report": UNWRITTEN, "tool": "initcheck"}),
         ("no kernel of ours", {"report": CLEAN["memcheck"] + "========= Internal Sanitizer Error: out of memory\n"}),
         ("no summary", {"report": ""}),
         ("made 1 of 2 calls", {"report": CLEAN["memcheck"], "result": found(["one"])}),
@@ -108,13 +109,16 @@ def test_everything_else_fails(text, given):
 
 
 def test_other_kernels_count_only_where_a_tool_sees_all():
-    others = UNWRITTEN.replace("_down_kernel", "at::native::sum")
+    others = UNWRITTEN.replace("dsv4::mxfp4_moe::wide_kernel", "at::native::sum")
     assert judged(others, "initcheck") == [] and judged(others, "memcheck")
 
 
 def test_a_full_report_fails(monkeypatch):
     monkeypatch.setattr(tools, "PRINT_LIMIT", 2)
-    assert "more may be missing" in judged(UNWRITTEN.replace("_down_kernel", "at::native::sum"), "initcheck")[0]
+    assert (
+        "more may be missing"
+        in judged(UNWRITTEN.replace("dsv4::mxfp4_moe::wide_kernel", "at::native::sum"), "initcheck")[0]
+    )
 
 
 REQUIRED, OTHER = tools.Control("past_global", "a load", True), tools.Control("ring", "a stage")
@@ -194,16 +198,14 @@ def test_the_others_of_an_operators_kernels():
     launched = {
         "void dsv4::fp8_linear::units_kernel<(int)4, (bool)1>(dsv4::fp8_linear::Params)": 1,
         "void dsv4::a::(anonymous namespace)::count_kernel(dsv4::a::Params)": 2,
-        "_down_kernel": 1,
     }
-    assert check.others_than(races.kernels, launched) == ["12count_kernel", "_down_kernel"]
-    assert check.others_than([], launched) == ["12count_kernel", "12units_kernel", "_down_kernel"]
+    assert check.others_than(races.kernels, launched) == ["12count_kernel"]
+    assert check.others_than([], launched) == ["12count_kernel", "12units_kernel"]
 
 
 def test_a_planted_fault_must_be_the_operators():
     assert check.judge_planted("bf16_linear", ended(1), tools.read(INVALID)) == []
-    assert check.judge_planted("mxfp4_moe", ended(1), tools.read(INVALID))
-    assert check.judge_planted("mxfp4_moe", ended(1), tools.read(UNWRITTEN)) == []
+    assert check.judge_planted("bf16_linear", ended(1), tools.read(UNWRITTEN))
     assert check.judge_planted("bf16_linear", ended(1), tools.read(CLEAN["memcheck"]))
 
 
@@ -229,9 +231,7 @@ def test_command_lines_take_our_kernels_alone(tmp_path):
         words = tools.command(tmp_path / "sanitizer", tool, tmp_path / "log", ["program", "argument"], port=1)
         names = [word for word in words if word.startswith("kernel_substring=")]
         assert words[-2:] == ["program", "argument"] and words[words.index("--tool") + 1] == tool
-        assert (len(names) > 1) == (tool != "initcheck")  # which has to see who writes
-    sources = "".join(path.read_text() for path in (check.REPO / "deepseek_v4_sm120/ops/triton").glob("*.py"))
-    assert set(re.findall(r"@triton\.jit\s+def (\w+_kernel)\(", sources)) == set(tools.TRITON)
+        assert bool(names) == (tool != "initcheck")  # which has to see who writes
 
 
 def test_controls_are_those_that_are_compiled():
@@ -280,8 +280,8 @@ import json, pathlib, sys
 words = sys.argv[1:]
 log, tool = pathlib.Path(words[words.index("--log-file") + 1]), words[words.index("--tool") + 1]
 faulty = "fault" in words or "--plant" in words
-place = "_down_kernel" if "mxfp4_moe" in words else "void dsv4::bf16_linear::kernel(int)"
-record = f"========= Invalid __global__ read of size 4 bytes\\n=========     at {{place}}+0x10\\n" * faulty
+record = "========= Invalid __global__ read of size 4 bytes\\n" * faulty
+record += "=========     at void dsv4::bf16_linear::kernel(int)+0x10\\n" * faulty
 looked_at = [word.removeprefix("kernel_substring=") for word in words if word.startswith("kernel_substring=")]
 log.with_suffix(".kernels").write_text(" ".join(looked_at))
 looks_at = lambda name: "4dsv4" in looked_at or name in looked_at

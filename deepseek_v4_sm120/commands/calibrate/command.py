@@ -393,8 +393,6 @@ def show(found: dict, out: Path) -> None:
         for found_before in [providers[p]["found"] for p in ran if "found" in providers[p]]:
             header, *pairs = map(tuple, found_before["table"])
             console.print_table(f"{name}: {found_before['text']}", header, pairs)
-        if note := getattr(worker.operator(name), "NOTE", None):
-            console.say(note)
         for p, why in measured["wrong"].items():
             console.say(f"WRONG  {p}: {why}")
         for p in [p for p in providers if "problem" in providers[p]]:

@@ -14,8 +14,8 @@ from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT, ON, USER
 from deepseek_v4_sm120.settings import REPORT
 from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
 
-# in notes of sglang_patches/adapters, and one of them
-NOT_REPRODUCIBLE, HANDED_OVER, COMPILES = "NOT REPRODUCIBLE", ": SGLang's own, as ", "mxfp4_moe_compiles"
+# in notes of sglang_patches/adapters
+NOT_REPRODUCIBLE, HANDED_OVER = "NOT REPRODUCIBLE", ": SGLang's own, as "
 # FlashInfer's top-k in blocks that wait for each other: until when it could wait for ever, and until when a barrier was
 # missing in front of the wait; read in the wheels of 0.6.11.post1 to 0.7.2
 RENORM_HANGS_BELOW, RENORM_RACES_BELOW = (0, 6, 14), (0, 7, 1)
@@ -38,7 +38,6 @@ def checks(facts: Facts) -> Iterator[Finding]:
     yield from _profile(facts)
     yield from _processes(facts)
     yield from _left_to_sglang(facts)
-    yield from _compiled_late(facts)
     yield from _caches(facts)
 
 
@@ -329,21 +328,6 @@ def _left_to_sglang(facts: Facts) -> Iterator[Finding]:
     for note in dict.fromkeys(note for note in notes if HANDED_OVER in note):
         fix = "the released checkpoint itself, without such a flag"
         yield warn("left to SGLang", note, "the time that the operator saves", fix)
-
-
-def _compiled_late(facts: Facts) -> Iterator[Finding]:
-    """Kernels of ours that a process's requests waited for; of several ranks those of the first that tells any."""
-    for process in (facts.status or {}).get("processes", []):
-        found = process.get("found")
-        told = found.get(COMPILES) if isinstance(found, dict) else None
-        late = told.get("late") if isinstance(told, dict) else None
-        late = late if isinstance(late, list) else []
-        names = [str(row[0]) for row in late if isinstance(row, list) and len(row) == 2 and isinstance(row[0], str)]
-        if names:
-            what = f"{len(names)} kernels were compiled while requests waited: {', '.join(dict.fromkeys(names))}"
-            cost = "those requests waited for Triton; the next start takes them from its folder, where that is kept"
-            yield warn("kernels", what, cost, "please report it: there should be none")
-            return
 
 
 def _differing(process: dict) -> str:

@@ -53,8 +53,6 @@ def what_is_missing(require_gpu: bool) -> dict[str, tuple[str, str]]:
         missing["module"] = (FAIL, problem)
     import torch
 
-    if importlib.util.find_spec("triton") is None:
-        missing["triton"] = (FAIL, f"triton is not installed for {sys.executable}")
     if not torch.cuda.is_available():
         missing["GPU"] = (without_gpu, f"no GPU: torch {torch.__version__} sees no CUDA device")
     elif problem is None and (reason := _foreign_gpu()) is not None:

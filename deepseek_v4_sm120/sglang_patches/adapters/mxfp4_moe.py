@@ -38,7 +38,6 @@ import torch
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.ops.shared import limits
-from deepseek_v4_sm120.ops.triton.compiles import Compiles
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
@@ -48,7 +47,6 @@ from deepseek_v4_sm120.specs import bounds
 
 PATCH = "mxfp4_moe"
 WAY_MXFP8 = "ours, mxfp8, wide"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
-WAY_WIDE = "ours, wide"  # likewise; leaves Triton's kernels for prompts in bf16
 
 TWICE = (
     f"{PATCH}: shadow mode holds the experts twice, for which two cards of 96 GB have no room: "
@@ -70,7 +68,6 @@ class Experts:
     up_first: bool
     swiglu_limit: float | None
     activations: str
-    wide: bool | None  # the operator's
 
     @property
     def bytes(self) -> int:
@@ -83,7 +80,8 @@ kept = KeptWeights(PATCH, "of experts in the checkpoint's layout")
 def keeps(method, layer) -> bool:
     """True for a layer whose experts ops.mxfp4_moe computes: FP4, gated SiLU without biases, sizes it was made for.
 
-    With others every call would fall to the kernels for many rows: DeepSeek-V4.1's (hidden 5120, 2304 wide) are such.
+    With others few rows would fall to the kernels for many, which do not take all: DeepSeek-V4.1's (hidden 5120, 2304
+    wide) are such.
     """
     w13, w2 = layer.w13_weight, layer.w2_weight
     config = layer.moe_runner_config
@@ -138,7 +136,6 @@ def _experts(method, layer, *, mxfp8: bool) -> Experts:
         up_first=bool(getattr(method, "load_up_proj_weight_first", False)),
         swiglu_limit=layer.moe_runner_config.swiglu_limit,
         activations="mxfp8" if mxfp8 else "bf16",
-        wide=None if patching.left_out(PATCH, WAY_WIDE) is None else False,
     )
 
 
@@ -151,39 +148,6 @@ def _replace_scales(layer, experts: Experts) -> None:
             parameter = torch.nn.Parameter(found.view(torch.float8_e8m0fnu), requires_grad=False)
             vars(parameter).update(vars(loaded))
             setattr(layer, name, parameter)
-
-
-_compiled: set[tuple] = set()
-
-
-def _heard(kernel: str | None, seconds: float | None) -> None:
-    """One more kernel; named where a prompt waited for it."""
-    report.add_note(f"{PATCH}_compiles", lambda: f"{PATCH}: {compiles.describe()}", compiles.as_dict)
-    if kernel is not None:
-        report.warn_once(f"{PATCH}: Triton compiled {kernel} while requests waited: {seconds:.1f} s. Please report it")
-        report.write()
-
-
-compiles = Compiles(_heard)
-
-
-def _compile_prefill(layer, experts: Experts) -> None:
-    """One call with more rows than decode's kernels take, so that Triton compiles while the server loads its weights,
-    and not while the first long prompt, and all that decodes beside it, waits."""
-    hidden, device = experts.w2.shape[1], experts.w13.device
-    form = (device, experts.w13.shape, experts.w2.shape, layer.top_k, experts.activations)
-    if form in _compiled:
-        return
-    _compiled.add(form)
-    rows = op.DECODE_ROWS + 1
-    ids = torch.arange(rows * layer.top_k, dtype=torch.int32, device=device) % experts.w13.shape[0]
-    with compiles.start():
-        _run(
-            experts,
-            torch.zeros((rows, hidden), dtype=torch.bfloat16, device=device),
-            (ids + experts.first_expert).view(rows, layer.top_k),
-            torch.zeros((rows, layer.top_k), dtype=torch.float32, device=device),
-        )
 
 
 def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
@@ -207,7 +171,6 @@ def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
         if getattr(layer, KEPT, None) is None:
             kept.add(experts.bytes)
         setattr(layer, KEPT, experts)
-        _compile_prefill(layer, experts)
         return None
 
     return process_weights_after_loading
@@ -253,7 +216,6 @@ def _run(experts: Experts, hidden, topk_ids, topk_weights):
         up_first=experts.up_first,
         activations=experts.activations,
         reproducible=settings().reproducible,
-        wide=experts.wide,
     )
 
 

@@ -2,9 +2,8 @@
 
 E2E_AS_SM120 names it, comma-separated:
 
-triton      prompts' experts as such a card has them; they are counted
-wide        prompts' experts by our kernels in bf16
-scaled      prompts' experts by our kernels in MXFP8, whose products are bf16's here. Marlin's method asks for them as
+wide        prompts' experts in bf16, as every card has them: nothing is changed, they are counted
+scaled      prompts' experts with MXFP8 activations, whose products are bf16's here. Marlin's method asks for them as
             FlashInfer's does, so that shadow mode has an original which runs here, with the bound of MXFP8
 fp8_index   the indexer's products in FP8
 fp4_cache   --enable-deepseek-v4-fp4-indexer may be asked for: SGLang's arguments refuse an index cache in FP4 here, but
@@ -19,7 +18,7 @@ import functools
 import os
 
 VARIABLE, FOUND = "E2E_AS_SM120", "experts_above_256_rows"
-KERNELS = {"_grouped": "triton", "_sorted_rows": "wide", "_scaled_rows": "scaled"}  # of ops.mxfp4_moe
+KERNELS = {"_sorted_rows": "wide", "_scaled_rows": "scaled"}  # of ops.mxfp4_moe
 DUMMY_WEIGHTS = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
 W13 = ("w13_weight", "w13_weight_scale_inv")
 HOPPER = 9
@@ -52,12 +51,6 @@ def count():
     for function, name in KERNELS.items():
         setattr(mxfp4_moe, function, counting(name, getattr(mxfp4_moe, function)))
     report.add_note(FOUND, lambda: f"experts above 256 rows: {counts}", lambda: dict(counts))
-
-
-def wide():
-    from deepseek_v4_sm120.ops import mxfp4_moe
-
-    mxfp4_moe.WGMMA_MAJOR = None
 
 
 def scaled():
@@ -98,7 +91,7 @@ def swapped(_result, model, *_, **__):
                 rows.copy_(torch.cat(rows.chunk(2, dim=1)[::-1], dim=1))
 
 
-CHOICES = {"triton": lambda: None, "wide": wide, "scaled": scaled, "fp8_index": fp8_index, "fp4_cache": fp4_cache}
+CHOICES = {"wide": lambda: None, "scaled": scaled, "fp8_index": fp8_index, "fp4_cache": fp4_cache}
 
 
 def register():

@@ -4,7 +4,7 @@ bounded and unbounded caches, what stands in lists, sets and dicts of its module
 in halves.
 
 $E2E_WATCH/<pid>.compiles has a line a kernel that Triton compiled or took from its folder of compiled ones:
-[time.monotonic() at its end, name, is it ours, did it compile, seconds].
+[time.monotonic() at its end, name, did it compile, seconds].
 """
 
 import functools
@@ -119,11 +119,9 @@ def note_compiles(folder):
     def listen(*, src, metadata, metadata_group, times, cache_hit):
         if before is not None:
             before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
-        module = getattr(getattr(src, "fn", None), "__module__", None) or ""
-        is_ours = module.partition(".")[0] == OURS
         seconds = getattr(times, "total", 0) / 1e6
         with open(path, "a") as file:
-            file.write(json.dumps([time.monotonic(), metadata.get("name"), is_ours, not cache_hit, seconds]) + "\n")
+            file.write(json.dumps([time.monotonic(), metadata.get("name"), not cache_hit, seconds]) + "\n")
 
     knobs.compilation.listener = listen
 

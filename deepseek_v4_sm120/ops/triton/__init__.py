@@ -1,1 +1,0 @@
-"""Triton device functions and their launches. No checks and no allocation: ops/ does both."""
