@@ -84,7 +84,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 def request_of(arguments: argparse.Namespace) -> Request:
     """CommandError for anything that is not a version, a model, a number of cards, or is no plan's size, and for a
     setting with which no server would start."""
-    if problem := Steering(TABLE.defaults, settings(), lambda versions: True, TABLE.operators).problem():
+    if problem := Steering(TABLE.defaults, settings(), lambda versions: True, TABLE.operators, TABLE.fixed).problem():
         raise CommandError(problem)
     found = package_version("sglang", Sources())
     given, is_untold = arguments.sglang, found is not None and not tells_release(found)
