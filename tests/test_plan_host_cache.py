@@ -14,7 +14,8 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import cards, host_cache, launch, memory
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.serve import command as serve
-from tests.patching.test_wheel_wo_a import Quiet, take
+from deepseek_v4_sm120.commands.speculation import EAGLE, Speculation
+from tests.patching.test_wheel_wo_a import QUIET, Quiet, take
 from tests.patching.wheels import content, every_release, fetch, members, since, tree
 from tests.test_plan import flags, request
 
@@ -123,6 +124,63 @@ def test_without_it_a_plan_says_what_would_be_read_anew():
 def test_what_is_no_such_plan_is_refused(given, words):
     with pytest.raises(CommandError, match=words):
         launch.make(request(**({"gpus": 2, "concurrency": 4, "context": 524_288} | given)))
+
+
+def asked_of_the_host(version, plan, ratio):
+    """-> bytes of all host pools that the release's own builder makes of one card's, for these pools of the cards"""
+    m, rows = plan.request.model, plan.request.rows
+    tokens, windows = plan.tokens, plan.pools.window(plan.tokens)
+    pages, asked = memory.PAGE_TOKENS, []
+
+    def pool(layers, entries):
+        size = -(-entries * memory.KV_TOKEN_BYTES // memory.PAGE_ALIGN) * memory.PAGE_ALIGN
+        return SimpleNamespace(kv_buffer=[None] * layers, bytes_per_page_padded=size, page_size=pages)
+
+    kinds = [ratio for ratio, layers in m.kinds() for _ in range(layers)]
+    states = {i: 2 * 2 * (16 if rows else 8) * 4 for i, kind in enumerate(kinds) if kind == 4}  # bytes of one dimension
+    keys = SimpleNamespace(shape=(1, 64 * memory.INDEX_KEY_BYTES), element_size=lambda: 1)
+    kvcache = SimpleNamespace(
+        **{"start_layer": 0, "end_layer": len(kinds), "size": tokens, "swa_size": windows, "swa_page_size": pages},
+        **{"swa_kv_pool": pool(len(kinds), 256), "c4_kv_pool": pool(m.layers_c4, 64), "_unified_kv": False},
+        c128_kv_pool=pool(m.layers_c128, 2),
+        compress_state_pools={i: s * m.head_dim for i, s in states.items()},
+        indexer_compress_state_pools={i: s * m.index_dim for i, s in states.items()},
+        c4_indexer_kv_pool=SimpleNamespace(index_k_with_scale_buffer=[keys] * m.layers_c4),
+        layer_mapping=[SimpleNamespace(compress_ratio=kind, compress_layer_id=0) for kind in kinds],
+    )
+    params, arguments = Quiet(), Quiet()  # groups and the like, which nobody sizes by
+    vars(params).update(
+        token_to_kv_pool_allocator=SimpleNamespace(size_full=tokens, swa_attn_allocator=QUIET),
+        page_size=pages,
+        mtp_draft_device_pools=[SimpleNamespace(swa_kv_pool=pool(1, 256))] * bool(rows),
+    )
+    vars(arguments).update(hicache_size=0, hicache_ratio=ratio)
+    names = {"get_memory": lambda: arguments}
+    names |= dict.fromkeys(("_DeepSeekV4LayerMappings", "_IndexerRegion"), SimpleNamespace)
+    names |= {
+        "DeepSeekV4PagedHostPool": lambda **given: asked.append(
+            len(given["device_buffers"]) * given["item_bytes"] * given["num_host_pages"]
+        ),
+        "DeepSeekV4StateHostPool": lambda **given: asked.append(sum(given["state_pools"]) * given["num_host_pages"]),
+    }
+    parts = ("_deepseek_v4_num_host_pages", "_dsv4_compressed_region_buffers", "_dsv4_indexer_regions")
+    for name in (*parts, "_resolve_deepseek_v4_layer_mappings"):
+        names |= {name: found} if (found := take(fetch(version), dict(names), name, ASSEMBLER)) is not None else {}
+    words = {"params": params, "kvcache": kvcache, "load_cache_event": None, "storage_backend": None}
+    words |= {} if since(version, "0.5.19") else {"server_args": arguments}
+    take(fetch(version), names, "build_deepseek_v4_hicache_stack", ASSEMBLER)(**words)
+    return sum(asked)
+
+
+@every_release(FIRST)
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_what_a_card_locks_is_what_the_release_asks_for(version, drafts):
+    drafter = Speculation(EAGLE, 2) if drafts else None
+    plan = launch.make(request(gpus=2, sglang=version, concurrency=4, context=65_536, speculation=drafter))
+    found = asked_of_the_host(version, plan, 2.0)
+    window = plan.pools.window(plan.tokens) * memory._entry_bytes(1, True)  # the drafter's, not there up to 0.5.17
+    lacks = window * bool(drafts) * (not since(version, "0.5.18"))
+    assert found == pytest.approx(2 * (host_cache.host_bytes(plan) / 2 - lacks), rel=1e-3) and found > 5e9
 
 
 PLANNED = ["serve", "--gpus", "2", "--memory", "96", "--card", "pro", "--dry-run", "--sglang"]
