@@ -81,7 +81,7 @@ class Engine:
         self._lacks = functools.cache(lambda module: reads.missing(module, self._text))
         told = (*version_files.problems, self.known.problem, reads.problem)
         self.unparsable = [one for one in told if one]  # sentences; a target's own is in its record
-        self.steering = Steering(table.defaults, settings, self.release.is_known_in, table.operators)
+        self.steering = Steering(table.defaults, settings, self.release.is_known_in, table.operators, table.fixed)
         self.build = verdict.build()
         self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
         handed = self.inherited.profile if self.inherited else None
@@ -104,7 +104,7 @@ class Engine:
             return [Record(patch, None, OFF, "DSV4_SM120=off")]
         name, choices = patch.serves or patch.name, self.settings.choices
         asked = choices.get(name)
-        for one in (name, patch.name):
+        for one in () if patch.stays else (name, patch.name):
             if choices.get(one) == "off":
                 return [Record(patch, None, OFF, f"DSV4_SM120_SET={one}=off")]
         against = self.profile.against(name)
@@ -322,7 +322,7 @@ class Engine:
 
     def _or_off(self) -> str:
         """The choices that leave out all that does not fit, beside those that are made; nothing where all fits."""
-        misfits = [r.name for r in self.records if r.state == BROKEN and r.problem]
+        misfits = [r.name for r in self.records if r.state == BROKEN and r.problem and not r.patch.stays]
         chosen = {**self.settings.choices, **dict.fromkeys(misfits, "off")}
         text = ",".join(f"{name}={value}" for name, value in chosen.items())
         return f", or DSV4_SM120_SET={text}," if misfits else ""

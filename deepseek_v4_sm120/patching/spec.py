@@ -59,6 +59,7 @@ class Patch:
     only_read    left out where one of its definitions is none that a human read, in whatever release: it makes up for
                  what exactly that code leaves out, and would do so twice where the host has mended it
     absent       why the versions that no target is for have no place for it
+    stays        why its name is no setting: what goes wrong without it
     retire       when this row should be deleted
     """
 
@@ -74,6 +75,7 @@ class Patch:
     serves: str | None = None
     only_read: bool = False
     absent: str = ""
+    stays: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,4 +161,10 @@ class Table:
     @property
     def operators(self) -> tuple[str, ...]:
         """Names that are switched off or on as a whole: patches, and what they serve."""
-        return tuple(dict.fromkeys(name for patch in self.patches for name in (patch.serves, patch.name) if name))
+        switched = (patch for patch in self.patches if not patch.stays)
+        return tuple(dict.fromkeys(name for patch in switched for name in (patch.serves, patch.name) if name))
+
+    @property
+    def fixed(self) -> Mapping[str, str]:
+        """Patches whose names are no settings, and why."""
+        return {patch.name: patch.stays for patch in self.patches if patch.stays}

@@ -18,6 +18,7 @@ ON, OFF, USER, NOT_APPLICABLE = "ON", "OFF", "USER'S OWN", "NOT APPLICABLE"
 HANDOVER = "_DSV4_SM120_CHILD_ENVIRONMENT"  # JSON that a patched parent leaves for its children; no setting of users
 BY_DEFAULT, NOT_BY_DEFAULT = "by default", "not by default"  # reasons
 MISSING = object()  # a server argument that the host does not have
+EMPTY: Mapping[str, str] = {}
 AT_HOST_DEFAULT = (None, "auto")  # values of a server argument that nobody chose
 
 
@@ -41,7 +42,9 @@ class Steering:
         settings: Settings,
         in_range: Callable[[str], bool],
         operators: tuple[str, ...] = (),  # the engine leaves out those that are chosen "off"
+        fixed: Mapping[str, str] = EMPTY,  # what it does not leave out -> why
     ):
+        self._fixed = {name: why for name, why in fixed.items() if name in settings.choices}
         self.rows = {row.name: row for row in rows if in_range(row.sglang)}
         self.known = tuple(dict.fromkeys((*(row.name for row in rows), *operators)))  # a patch may have its default's
         self.unknown = sorted(set(settings.choices) - set(self.known))
@@ -74,6 +77,8 @@ class Steering:
         """A name in DSV4_SM120_SET that no default and no operator has, or a number for what has none."""
         if self.numbered:
             return f"DSV4_SM120_SET must be on or off for {', '.join(self.numbered)}, which are no numbers"
+        if self._fixed:
+            return f"DSV4_SM120_SET: {'; '.join(f'{name} is no setting: {why}' for name, why in self._fixed.items())}"
         if not self.unknown:
             return None
         from difflib import get_close_matches

@@ -364,6 +364,8 @@ ARGUMENT_DEFAULTS = Patch(
     name="argument_defaults",
     why="the places where SGLang resolves arguments, of any model: nothing holds of a server before; and of this one: "
     "defaults.py is applied there",
+    stays="without it no process is told which model it serves, so that all mends do nothing, without a word, and the "
+    "operators take other models' calls; each default has a name of its own",
     targets=(
         targets_of("argument_defaults")(
             "sglang.srt.server_args:ServerArgs._handle_model_specific_adjustments",

@@ -205,6 +205,18 @@ def test_what_has_no_number_is_off_or_on():
     assert "it takes safe, risky, count, later, mhc, all_reduce" in problem(mch="off")
 
 
+@pytest.mark.parametrize("value", ["off", "on"])
+def test_what_others_go_by_is_no_setting(value):
+    fixed = {"root": "all mends hang on it"}
+
+    def problem(**choices):
+        return Steering(ROWS, Settings(choices=choices), lambda versions: True, ("mhc",), fixed).problem()
+
+    assert problem(root=value) == "DSV4_SM120_SET: root is no setting: all mends hang on it"
+    assert "names other" in problem(other=value) and "root" not in problem(other=value)
+    assert problem(mhc=value) is None
+
+
 def test_a_patch_may_have_the_name_of_a_default_that_is_a_number():
     made = Steering(ROWS, Settings(choices={"count": "3"}), lambda versions: True, ("mhc", "count"))
     assert made.problem() is None and made.value("count") == 3

@@ -26,9 +26,10 @@ def served(monkeypatch):
 
 
 class Waiting(Prompt):
-    def __init__(self, rid, tokens, cached=0, on_the_host=0):
+    def __init__(self, rid, tokens, cached=0, on_the_host=0, priority=None):
         super().__init__(tokens)
         self.rid, self.cached, self.host_hit_length, self.session, self.output_ids = rid, cached, on_the_host, None, []
+        self.priority = priority
         self.swa_host_hit_length = self.auxiliary_swa_host_hit_length = 0
 
     def init_next_round_input(self, tree_cache):
@@ -43,6 +44,7 @@ class Scheduler:
     def __init__(self, wheel, version, waiting, tokens=LONG, has_slot=True):
         self.wheel, self.version, self.has_slot = wheel, version, has_slot
         self.waiting_queue, self.chunked_req = waiting, Waiting("long", tokens)
+        self.enable_priority_scheduling = self.schedule_low_priority_values_first = False
         self.enable_lora, self.truncation_align_size, self.pp_group = False, None, SimpleNamespace(world_size=1)
         self.tree_cache, self.free = SimpleNamespace(disable=False), 10_000
 
@@ -105,6 +107,30 @@ def test_who_does_not_fit_waits_as_before_and_keeps_its_place(version, sglang_wh
     assert [r.rid for r in scheduler.waiting_queue] == ["second", "third"]
     scheduler = Scheduler(sglang_wheel(version), version, waiting, has_slot=False)
     assert scheduler.pass_of()[1] == [] and scheduler.waiting_queue == waiting, "the order is the old one"
+
+
+@every_release(SINCE)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("of_long", "waiting", "let_in"),
+    [
+        (0, {"a": (20, 9), "b": (10, 9)}, ["a", "b"]),
+        (0, {"urgent": (500, 9), "a": (20, 3)}, []),  # a's answer may be what the urgent one would wait for
+        (3, {"urgent": (500, 9), "a": (20, 9), "b": (10, 3)}, ["a"]),
+        (3, {"b": (10, 3), "c": (10, 2)}, ["b"]),  # nor has the long one half of its own passes
+        (3, {"of a session": (20, 9), "a": (20, 3)}, []),
+    ],
+)
+def test_nobody_is_let_in_before_a_higher_priority(version, sign, of_long, waiting, let_in, sglang_wheel):
+    made = [Waiting(name, tokens, priority=sign * priority) for name, (tokens, priority) in waiting.items()]
+    for request in made:
+        request.session = "one" if request.rid == "of a session" else None
+    scheduler = Scheduler(sglang_wheel(version), version, made)
+    scheduler.chunked_req.priority = sign * of_long
+    scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, sign < 0
+    assert scheduler.pass_of()[1] == let_in
+    scheduler = Scheduler(sglang_wheel(version), version, made)
+    assert len(scheduler.pass_of()[1]) >= len(let_in) + (not let_in), "who asks for no priorities has none"
 
 
 @every_release(SINCE)

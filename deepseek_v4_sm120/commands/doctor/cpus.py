@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deepseek_v4_sm120.commands.doctor import control_group
 from deepseek_v4_sm120.commands.doctor.pci import read_text
 
 MOST_CPUS = 1 << 16
@@ -39,7 +40,7 @@ def read(root: Path, pids: Sequence[int]) -> Cpus:
     allowed = [_allowed(text) for text in filter(None, status)] or [_allowed(read_text(root / "proc/self/status"))]
     frequency = root / "sys/devices/system/cpu/cpu0/cpufreq"
     nodes = (root / "sys/devices/system/node").glob("node[0-9]*")
-    groups = _groups(root, read_text(root / "proc" / str(pids[0] if pids else "self") / "cgroup"))
+    groups = control_group.folders(root, read_text(root / "proc" / str(pids[0] if pids else "self") / "cgroup"))
     limits = [limit for group in groups if (limit := _limit(read_text(group / "cpu.max"))) is not None]
     return Cpus(
         allowed=None if None in allowed else frozenset().union(*allowed),
@@ -67,14 +68,6 @@ def cpu_list(text: str) -> frozenset[int] | None:
 
 def _allowed(status: str) -> frozenset[int] | None:
     return cpu_list(next((line.partition(":")[2] for line in status.splitlines() if "Cpus_allowed_list" in line), ""))
-
-
-def _groups(root: Path, text: str) -> list[Path]:
-    """The folders of a process's control group (version 2) and of those above; in a container the first is its own."""
-    place = next((line.partition("::")[2] for line in text.splitlines() if line.startswith("0::/")), "/")
-    top = root / "sys/fs/cgroup"
-    path = Path(place)
-    return [top / str(one).lstrip("/") for one in (path, *path.parents)]
 
 
 def _limit(text: str) -> float | None:

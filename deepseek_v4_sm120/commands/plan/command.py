@@ -16,7 +16,7 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.visible import ORDER, VISIBLE
 from deepseek_v4_sm120.commands.plan import cards as kinds
-from deepseek_v4_sm120.commands.plan import hosts, launch, models, roofline, stages
+from deepseek_v4_sm120.commands.plan import host_cache, hosts, launch, models, roofline, stages
 from deepseek_v4_sm120.commands.plan.remedies import remedies
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
 from deepseek_v4_sm120.commands.speculation import (
@@ -84,7 +84,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 def request_of(arguments: argparse.Namespace) -> Request:
     """CommandError for anything that is not a version, a model, a number of cards, or is no plan's size, and for a
     setting with which no server would start."""
-    if problem := Steering(TABLE.defaults, settings(), lambda versions: True, TABLE.operators).problem():
+    if problem := Steering(TABLE.defaults, settings(), lambda versions: True, TABLE.operators, TABLE.fixed).problem():
         raise CommandError(problem)
     found = package_version("sglang", Sources())
     given, is_untold = arguments.sglang, found is not None and not tells_release(found)
@@ -132,9 +132,10 @@ def request_of(arguments: argparse.Namespace) -> Request:
         interface=arguments.interface,
         cards=_chosen_cards(of_host, os.environ),
         given=given_cards(os.environ),
-        in_use_mib=in_use_mib,
+        in_use_mib=in_use_mib or 0,
         stages=arguments.pp_size,
         host_cache_gb=arguments.host_cache,
+        host_available=None if in_use_mib is None else host_cache.available_bytes(Path("/")),
     )
     if request.stages > 1 and os.environ.get(stages.PARTITION):
         raise CommandError(f"{stages.PARTITION}: stages of other layers than an even share are not planned; unset it")
@@ -187,20 +188,21 @@ def _profile(path: str | None, sglang: str) -> profile.Profile:
     return found
 
 
-def _machine(arguments: argparse.Namespace) -> tuple[kinds.Card, int, int, int]:
-    """(kind, how many, MiB of one, MiB in use now of one at most) of this machine's cards, or as is said."""
+def _machine(arguments: argparse.Namespace) -> tuple[kinds.Card, int, int, int | None]:
+    """(kind, how many, MiB of one, MiB in use now of one at most) of this machine's cards, or as is said: then nothing
+    is in use, None."""
     gpus, memory_gb = arguments.gpus, arguments.memory
     asked = None if arguments.card is None else kinds.KINDS[arguments.card]
     if memory_gb is not None:
         launch.check_memory(memory_gb)
     if gpus is not None and memory_gb is not None and asked is not None:
-        return asked, gpus, int(memory_gb * asked.mib_per_gb), 0
+        return asked, gpus, int(memory_gb * asked.mib_per_gb), None
     found = cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
     card = asked or (kinds.of_name(found[0].name) if found and found[0] is not None else kinds.PRO)
     usable = max((tp for tp in launch.TPS if tp <= len(found)), default=1 if card.is_hosts else 2)
     gpus = usable if gpus is None else gpus
     if memory_gb is not None or not found or asked is not None:
-        return card, gpus, int((card.gb if memory_gb is None else memory_gb) * card.mib_per_gb), 0
+        return card, gpus, int((card.gb if memory_gb is None else memory_gb) * card.mib_per_gb), None
     if None in found:
         name = visible.names(os.environ)[found.index(None)]
         raise CommandError(f"nvidia-smi does not list {VISIBLE}={name}: --gpus N --memory <GB of one>")

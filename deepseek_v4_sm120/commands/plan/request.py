@@ -56,6 +56,7 @@ class Request:
     in_use_mib: int = 0  # of one of this machine's cards, at most, when it was asked
     stages: int = 1  # of a pipeline, of which each has so many of the layers; the cards of one are of tensors
     host_cache_gb: float | None = None  # of a host's memory, for cached prompts that the cards have no room for
+    host_available: int | None = None  # bytes of this machine's memory, where the plan is of its cards
 
     @property
     def version(self) -> memory.Version:

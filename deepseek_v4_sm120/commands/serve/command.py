@@ -25,7 +25,7 @@ from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.http_get import get
 from deepseek_v4_sm120.commands.ending import Terminated, as_interrupts
-from deepseek_v4_sm120.commands.plan import cards, choices, host_cache, hosts, launch, stages
+from deepseek_v4_sm120.commands.plan import choices, host_cache, hosts, launch, stages
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan.request import Flag, Plan
 from deepseek_v4_sm120.settings import REPORT, read_choices
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = launch.make(plan_command.request_of(arguments))
     if not plan.fits:
         raise CommandError(plan_command.why_not(plan))
-    host_cache.refuse(plan, extra)
+    host_cache.refuse(plan, extra, os.environ)
     if arguments.nodes > 1:
         plan = hosts.of_host(plan, arguments.node_rank)
     words, dropped = command_line(plan, host, port, extra)
@@ -120,8 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
     _say(printable(f"[serve] {shown} {line}"))
     if arguments.dry_run:
         return 0
-    problem = host_cache.too_little(plan, cards.host_memory(Path("/")).get("MemAvailable", 0))
-    if problem is not None and host_cache.RATIO not in dropped:
+    ratio = None if taken_cards != gpus else host_cache.asked_ratio(plan, extra)
+    problem = host_cache.too_little(plan, ratio, host_cache.available_bytes(Path("/")))
+    if problem is not None:
         raise CommandError(problem)
     _check_machine(arguments.gpus if taken_cards == gpus else taken_cards // arguments.nodes, host, port)
     for text in [] if OTHER_CARDS.intersection(word.partition("=")[0] for word in extra) else taken(plan):

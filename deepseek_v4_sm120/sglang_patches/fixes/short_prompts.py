@@ -7,9 +7,10 @@ on not with --schedule-policy shortest-prefill-first, by which on a busy server 
 
 Here every second chunk is shorter by what those of the next 16 prompts in the queue need that fit in whole; a page is
 the chunk's at least. So the long prompt has half of the passes' tokens, and of the KV cache stays what it still needs.
-Who does not fit waits as before, is not cut (SGLang can have one prompt in chunks), and keeps its place. Where nobody
-was let in after all (no slot, no room), chunks are whole again until the queue is another, or what runs has another
-size.
+Who does not fit waits as before, is not cut (SGLang can have one prompt in chunks), and keeps its place. With
+--enable-priority-scheduling nobody of a lower priority is let in beside the long one, nor before who does not fit and
+might have to wait for its answer. Where nobody was let in after all (no slot, no room), chunks are whole again until
+the queue is another, or what runs has another size.
 
 Cards decide alike: by the queue and by what SGLang's prefix cache holds. Not with several hosts, unless all
 have us alike (several_hosts.py), nor with pipeline parallelism, LoRA, chunks of aligned lengths, or without a prefix
@@ -103,7 +104,8 @@ def _kept_for_others(adder, chunked) -> int:
     room = adder.rem_chunk_tokens
     if is_whole or turn.in_vain == state or room is None or _unread(chunked) <= room:
         return 0
-    fit, kept = _fitting(adder, chunked, scheduler.waiting_queue[:LOOKED_AT], room)
+    sign = scheduler.enable_priority_scheduling and (-1 if scheduler.schedule_low_priority_values_first else 1)
+    fit, kept = _fitting(adder, chunked, scheduler.waiting_queue[:LOOKED_AT], room, sign)
     turn.in_vain = None if fit else state
     if fit:
         turn.adder, turn.queue, taken = adder, scheduler.waiting_queue, set(map(id, fit))
@@ -111,20 +113,30 @@ def _kept_for_others(adder, chunked) -> int:
     return kept
 
 
-def _fitting(adder, chunked, waiting: list, room: int) -> tuple[list, int]:
-    """-> who fits in whole beside a chunk, and into the KV cache beside all of its prompt; the tokens of these"""
-    fit, kept, page = [], 0, adder.page_size
+def _fitting(adder, chunked, waiting: list, room: int, sign: int) -> tuple[list, int]:
+    """-> who fits in whole beside a chunk, and into the KV cache beside all of its prompt; the tokens of these. sign:
+    of priorities by which the queue is sorted, the greatest first times it; 0: of none."""
+    fit, kept, page, least = [], 0, adder.page_size, _rank(chunked, sign)
     most_said = importlib.import_module(POLICY).CLIP_MAX_NEW_TOKENS
     free = adder.rem_total_tokens - _unread(chunked) - _unsaid(chunked, most_said)
     for request in waiting:
+        if _rank(request, sign) < least:
+            break
         if request.session is not None:  # what it goes on from is its session's, and is taken when it is looked up
+            least = _rank(request, sign)
             continue
         request.init_next_round_input(adder.tree_cache)
         needed = -(-(_unread(request) - request.host_hit_length) // page) * page
         held = len(request.full_untruncated_fill_ids) + _unsaid(request, most_said) + page
         if kept + needed <= room - page and held < free:
             fit, kept, free = [*fit, request], kept + needed, free - held
+        else:
+            least = _rank(request, sign)
     return fit, kept
+
+
+def _rank(request, sign: int) -> int:
+    return sign * request.priority if sign else 0
 
 
 def _unread(request) -> int:
