@@ -76,7 +76,7 @@ def passed_in(process):
 
 def test_one_process_asks_all_that_it_can(ask):
     found, (process,) = ask("one", "fails", "two")
-    assert found == [passed_in(process), ("FAIL", "wrong by 1"), passed_in(process)]
+    assert found == [passed_in(process), ("FAIL", "wrong by 1"), passed_in(process)] and process.returncode == 0
 
 
 def test_where_cuda_is_lost_the_next_check_has_a_process_of_its_own(ask):

@@ -61,6 +61,7 @@ def _of_process(todo: Sequence[Check], first: int, quick: bool, require_gpu: boo
                     number, begun = number + 1, time.monotonic()
                     yield selftest.Outcome(**answer["outcome"])
                     if answer["is_lost"] or number == len(todo):
+                        patience = LAST_WORDS_S
                         return
             in_time = left() > 0
             patience = LAST_WORDS_S if in_time else 0.0
