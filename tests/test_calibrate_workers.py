@@ -81,13 +81,13 @@ def test_what_decides_is_run_first_and_by_one_process_each(workers, monkeypatch,
     ours = [("mhc", OURS), *(("mxfp4_moe", way) for way in ways)]  # few bytes first
     others = [("mhc", "fused"), ("mhc", "torch"), ("mxfp4_moe", "torch"), ("mxfp4_moe", "marlin")]
     assert started == [ours, [("mhc", STOCK), ("mxfp4_moe", STOCK)], others]
-    assert list(results) == NAMES and list(results["mxfp4_moe"])[:4] == [*ways, STOCK]
+    assert list(results) == NAMES and list(results["mxfp4_moe"])[:3] == [*ways, STOCK]
     assert [c["us"] for c in results["mhc"][STOCK]["cases"]] == [44.4] * 3 and results["mhc"][STOCK]["wrong"] is None
     assert "not_reached" not in results["mhc"][STOCK] and results["mhc"]["torch"] == {"problem": "too large"}
     told = capsys.readouterr().err
     assert "  mhc: stock: boundary, 8 rows: 44.4 us (0.0010)\n" in told
     assert "mhc: stock: 44.4 us, mean of 3 shapes, 0 s\n" in told
-    assert "8/10 mhc: torch: does not run here: too large\n" in told
+    assert "7/9 mhc: torch: does not run here: too large\n" in told
 
 
 def test_a_crash_is_a_result_and_the_others_run_in_another_process(workers, monkeypatch, capsys):
