@@ -118,7 +118,6 @@ def test_it_is_told_where_a_servers_arguments_are_resolved_and_forgotten_at_the_
     monkeypatch.setattr(argument_defaults, "settings", lambda: SimpleNamespace(reproducible=False))
     monkeypatch.setattr(argument_defaults, "config_of", lambda server_args: None)
     monkeypatch.setattr(argument_defaults, "_model_config", lambda server_args: None)
-    monkeypatch.setattr(argument_defaults, "_has_decisions", lambda server_args: False)
     monkeypatch.setattr(argument_defaults.extension, "stale", lambda: None)
     monkeypatch.setattr(argument_defaults.report, "write", lambda engine: None)
     arguments, seen = SimpleNamespace(**SERVER), []

@@ -134,7 +134,6 @@ OBJECTS = {
         "server_args": (ARGUMENTS,),
         "declarations": ((">=0.5.19", f"{SRT}.arg_groups.overrides"),),
         "importlib.import_module(MODEL_CONFIG)": ((">=0.5.19", f"{SRT}.arg_groups.model_override_base"),),
-        "sys.modules.get(OVERRIDES)": ((">=0.5.15", f"{SRT}.arg_groups.overrides"),),
         "found": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
     "bf16_linear": {

@@ -314,6 +314,7 @@ def test_who_holds_weights_for_others_has_sglangs(version, served):  # noqa: F81
     check("fp8", config, where="client")
     assert mxfp4_moe.keeps(Method(True), layer)
     check("fp8", config, where="daemon")
+    check("fp8", config, where="client")
     assert not mxfp4_moe.keeps(Method(True), layer)
     for module in ("daemon", "ipc_loader"):  # by keyword, in front of the loading
         asked = source(fetch(version), f"sglang.srt.weight_cache.{module}").partition("check_ipc_quant_support(quant")

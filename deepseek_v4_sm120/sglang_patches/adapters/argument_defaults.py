@@ -45,17 +45,13 @@ ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 def accessors(server_args) -> tuple[Callable, Callable]:
     """(read, write) of a server argument. From 0.5.19 on they are a record, sealed from 0.5.20 on, beside a list of
     decisions, of which the last counts."""
-    declarations = importlib.import_module(OVERRIDES) if _has_decisions(server_args) else None
-    if declarations is None:
+    declarations = sys.modules.get(OVERRIDES)
+    if not hasattr(declarations, "declare_resolution"):
         return functools.partial(getattr, server_args), functools.partial(setattr, server_args)
     view = declarations.resolving_view(server_args)
     return functools.partial(getattr, view), lambda name, value: declarations.declare_resolution(
         server_args, "deepseek_v4_sm120", **{name: value}
     )
-
-
-def _has_decisions(server_args) -> bool:
-    return hasattr(server_args, "_input_frozen") or hasattr(sys.modules.get(OVERRIDES), "declare_resolution")
 
 
 def _model_config(server_args):
