@@ -139,12 +139,16 @@ def test_the_hook_finds_the_model_in_every_kind_of_arguments(monkeypatch, sealed
     module.model_config_of = lambda arguments: config
     monkeypatch.setitem(argument_defaults.importlib.sys.modules, argument_defaults.MODEL_CONFIG, module)
     told, seen, given = [], [], {"enable_torch_compile": True, "nnodes": 1, "forward_hooks": [{}], "tp_size": 4}
+    aside = SimpleNamespace(steering=SimpleNamespace(set_aside=lambda why: told.append(why[:12])))
+    monkeypatch.setattr(argument_defaults.patching, "active_engine", lambda: aside)
+    monkeypatch.setattr(argument_defaults.report, "write", lambda engine: told.append(engine))
+    monkeypatch.setattr(argument_defaults.torch_compile, "keep_out", lambda: told.append("no frame of ours"))
     monkeypatch.setattr(models_served, "announce", lambda found, **more: told.append((found["model_type"], more)))
     arguments = SimpleNamespace(**given) if sealed else SimpleNamespace(get_model_config=lambda: config, **given)
     argument_defaults.replace_apply_defaults(lambda *given: seen.append(given))(arguments, "DeepseekV4ForCausalLM")
     asked = {"torch_compile": True, "is_looked_into": True, "several_hosts": False, "ranks_come_and_go": False}
     asked["summing_ranks"] = 4
-    assert told == [("deepseek_v41", asked)] and seen == [(arguments, "DeepseekV4ForCausalLM")]
+    assert told == [("deepseek_v41", asked), "no frame of ours", "DeepSeek-V4.", aside] and seen == [(arguments, "DeepseekV4ForCausalLM")]
 
 
 @pytest.mark.parametrize(
