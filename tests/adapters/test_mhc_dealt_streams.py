@@ -197,7 +197,13 @@ def test_a_sum_that_somebody_looks_at_is_whole_and_its_share_is_of_it(state):
         assert isinstance(found, SumOfShares) and (found.shape, found.ndim) == ((9, HIDDEN), 2) and len(found) == 9
         assert not shares.coordinator.calls, "put off"
         assert torch.equal(found + 0, whole_of(shares)) and shares.coordinator.calls == [("sum", 9)]
-        assert torch.equal(found.own_rows(), shares.own(whole_of(shares))) and len(shares.coordinator.calls) == 1
+        looks = (lambda x: 2 + x, lambda x: x[1:], lambda x: x == x + 0, lambda x: [*x][3], lambda x: x @ x.T)
+        assert all(torch.equal(look(found), look(whole_of(shares))) for look in looks)
+        found[0] = 7
+        assert finished(found)[0].eq(7).all() and found in {found}
+        with pytest.raises(RuntimeError, match="ambiguous"):
+            bool(found)
+        assert torch.equal(found.own_rows(), shares.own(finished(found))) and len(shares.coordinator.calls) == 1
         whole, options = shares.coordinator.all_reduce(term_of(shares)).for_boundary()
         return torch.equal(whole, whole_of(shares)) and options == {}
 

@@ -322,3 +322,9 @@ def test_the_flag_leaves_sums_and_attention_as_they_were(asked, disabled, whose,
     assert arguments.disable_custom_all_reduce is (disabled or (asked and not ours))
     wanted = ["triton", "dsv4"] if asked and ours else ["triton"]
     assert list(lists.values()) == [wanted, wanted]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, False), (False, True), (False, False)])
+def test_marlins_experts_run_where_sglang_or_we_say_so(ours, theirs, monkeypatch):
+    monkeypatch.setattr(device_gate, "serves_current_device", lambda: ours)
+    assert argument_defaults.replace_marlin_gate(lambda device=None: theirs)(device="cuda") is (ours or theirs)
