@@ -148,7 +148,8 @@ def test_the_hook_finds_the_model_in_every_kind_of_arguments(monkeypatch, sealed
     argument_defaults.replace_apply_defaults(lambda *given: seen.append(given))(arguments, "DeepseekV4ForCausalLM")
     asked = {"torch_compile": True, "is_looked_into": True, "several_hosts": False, "ranks_come_and_go": False}
     asked["summing_ranks"] = 4
-    assert told == [("deepseek_v41", asked), "no frame of ours", "DeepSeek-V4.", aside] and seen == [(arguments, "DeepseekV4ForCausalLM")]
+    assert told == [("deepseek_v41", asked), "no frame of ours", "DeepSeek-V4.", aside]
+    assert seen == [(arguments, "DeepseekV4ForCausalLM")]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,8 @@ def test_a_model_with_other_sizes_loses_what_they_concern_and_nothing_else():
     assert set(stock) == {"index_select", "mxfp4_moe", "mhc", "all_reduce"}
     assert stock["mhc"] == "hidden 6144, made for 4096 or 7168"
     assert "inter 1408" in stock["mxfp4_moe"] and "hidden 6144" in stock["mxfp4_moe"]
+    as_v41 = CONFIGS["flash"] | {"hc_pre_from_prev_sublayer": True, "text_config": None}
+    assert [v.operator for v in models_served.verdicts(as_v41) if not v.served] == ["mhc"]
     of_fp8 = CONFIGS["flash"] | {"expert_dtype": "fp8"}
     assert [v.operator for v in models_served.verdicts(of_fp8) if not v.served] == ["mxfp4_moe"]
     at_3 = models_served.verdicts(CONFIGS["flash"], 3)
@@ -254,6 +257,7 @@ def test_a_model_with_other_sizes_loses_what_they_concern_and_nothing_else():
 def test_without_the_gate_v41s_sizes_are_beyond_most_operators():
     """What the adapters' predicates see, were the gate open; test_v41_where_nobody_told_the_model builds it."""
     sizes = models_served.sizes(CONFIGS["v41"], 2)
+    assert sizes["pre_of_sublayer_before"]
     beyond = {op for op, limits in LIMITS.items() for name, limit in limits.items() if sizes[name] not in limit}
     assert beyond == {"index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc", "all_reduce"}
 
@@ -273,8 +277,10 @@ def test_status_says_it(tmp_path):
     with pytest.raises(CommandError, match="--model must be flash, pro, flash-0731, a checkpoint"):
         models_table.of_model(str(tmp_path / "nothing"), 1)
     (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "odd").write_text('{"model_type": ["deepseek_v4"]}')
     os.mkfifo(tmp_path / "fifo")  # whoever only opened it would wait for ever
-    for name, words in (("", "no config.json of a model"), ("fifo", "cannot be read: a FIFO")):
+    odd = "no config.json of a model"
+    for name, words in (("", odd), ("odd", odd), ("fifo", "cannot be read: a FIFO")):
         with pytest.raises(CommandError, match=words):
             models_table.of_model(str(tmp_path / name), 1)
 
