@@ -262,7 +262,7 @@ def test_without_the_gate_v41s_sizes_are_beyond_most_operators():
     assert beyond == {"index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc", "all_reduce"}
 
 
-def test_status_says_it(tmp_path):
+def test_status_says_it(tmp_path, monkeypatch):
     rows = models_table.overview()
     assert set(rows) == set(LIMITS) and rows["mhc"] == {"V4-Flash": "ours", "V4-Pro": "ours", "V4.1": "SGLang's"}
     assert models_table.overview_text(rows)[0] == ("operator", "V4-Flash", "V4-Pro", "V4.1")
@@ -280,6 +280,9 @@ def test_status_says_it(tmp_path):
     (tmp_path / "odd").write_text('{"model_type": ["deepseek_v4"]}')
     os.mkfifo(tmp_path / "fifo")  # whoever only opened it would wait for ever
     odd = "no config.json of a model"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(CommandError, match=odd):
+        models_table.of_model("~/odd", 1)
     for name, words in (("", odd), ("odd", odd), ("fifo", "cannot be read: a FIFO")):
         with pytest.raises(CommandError, match=words):
             models_table.of_model(str(tmp_path / name), 1)

@@ -120,11 +120,13 @@ def test_experts_on_the_host_are_not_held_on_the_card_as_well(served, monkeypatc
     module = ModuleType(OFFLOADER)
     monkeypatch.setitem(sys.modules, OFFLOADER, module)
     module.get_offloader = type("NoopOffloader", (), {})
-    assert mxfp4_moe.keeps(Method(False), layer) and report._notes == {}
+    said = []
+    monkeypatch.setattr(report, "warn_once", said.append)
+    assert mxfp4_moe.keeps(Method(False), layer) and report._notes == {} and not said
     for name in ("OffloaderV2", "OffloaderV1"):  # --offload-group-size, --cpu-offload-gb
         module.get_offloader = type(name, (), {})
         assert not mxfp4_moe.keeps(Method(False), layer)
-    assert "NOT REPRODUCIBLE" not in report._notes["mxfp4_moe_handed_over"][0]()
+    assert said == [report._notes["mxfp4_moe_handed_over"][0]()] * 2 and "NOT REPRODUCIBLE" not in said[0]
     monkeypatch.setattr(handed_over, "settings", lambda: SimpleNamespace(reproducible=True))
     assert not mxfp4_moe.keeps(Method(False), layer)
     assert "NOT REPRODUCIBLE" in report._notes["mxfp4_moe_handed_over"][0]()
