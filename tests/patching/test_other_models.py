@@ -114,7 +114,11 @@ def test_a_parent_tells_its_children(monkeypatch):
     models_served.announce(CONFIGS["flash"], environ, torch_compile=True)
     assert models_served.serves_this_process() and models_served.is_compiled()
     monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
-    assert models_served.announced(environ)["torch_compile"] is True
+    assert models_served.announced(environ)["torch_compile"] is True and not models_served.has_served_card()
+    models_served.announce_served_card(environ)
+    assert models_served.has_served_card()
+    monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
+    assert models_served.announced(environ)["on_served_card"] is True
     monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
     assert models_served.announced({}) is None and models_served.serves_this_process()
 
@@ -209,7 +213,7 @@ def test_sglangs_dumper_looks_too(monkeypatch):
 def test_every_operator_is_in_the_table_and_its_sizes_are_what_configurations_tell():
     assert set(OPS) <= set(LIMITS)
     told = set(models_served.sizes(CONFIGS["flash"]))
-    assert {name for limits in LIMITS.values() for name in limits} <= told
+    assert {name for limits in LIMITS.values() for name in limits} == told
     assert set(models_served.sizes(CONFIGS["v41"])) == told
 
 

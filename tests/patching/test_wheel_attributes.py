@@ -333,7 +333,6 @@ OBJECTS = {
     },
     "min_p_verify": {
         "batch": ((SCHEDULE_BATCH,),),
-        "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "info": SAMPLING_INFO,
     },
     "mxfp4_moe": {

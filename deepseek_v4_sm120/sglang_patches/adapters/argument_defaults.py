@@ -140,10 +140,10 @@ def replace_adjustments(original: Callable) -> Callable:
         models_served.forget()
         report.forget_notes()
         host_address.forget(os.environ)
-        steering = patching.active_engine().steering
-        steering.begin(os.environ)
+        engine = patching.active_engine()
+        engine.steering.begin(os.environ)
         original(server_args)
-        steering.end(os.environ)
+        engine.steering.end(os.environ)
 
     return handle_model_specific_adjustments
 
