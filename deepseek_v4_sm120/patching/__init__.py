@@ -114,6 +114,11 @@ def active_engine():
     return _engine
 
 
+def value(default):
+    """The number of a default that is on in this process; 0 where it is not."""
+    return 0 if _engine is None else _engine.steering.value(default)
+
+
 def left_out(patch, way):
     """Why DSV4_SM120_PROFILE leaves out one way of a patch on this machine; None where it may be taken."""
     return None if _engine is None else _engine.profile.left_out(patch, way)

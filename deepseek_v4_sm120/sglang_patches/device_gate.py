@@ -19,16 +19,14 @@ _first_served: list[Callable[[], None]] = []
 
 def serves_capability(capability: tuple[int, int], force: str | None) -> bool:
     """The rule itself, without a GPU."""
-    return capability[0] == SM120_MAJOR or (force is not None and tuple(capability) >= FORCED_CAPABILITY)
+    return capability[0] == SM120_MAJOR or (force is not None and capability >= FORCED_CAPABILITY)
 
 
 def serves(device) -> bool:
     """True if our operators serve this torch.device; False for any device that is not CUDA."""
     if device.type != "cuda" or not models_served.serves_this_process():
         return False
-    index = device.index
-    answer = _answers.get(index) if index is not None else None
-    return _ask(index) if answer is None else answer
+    return _answers[device.index] if device.index in _answers else _ask(device.index)
 
 
 def serves_current_device() -> bool:

@@ -162,9 +162,7 @@ def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ, **
     adapters go by (`torch_compile`, `is_looked_into`, `several_hosts`, `ranks_come_and_go`, `summing_ranks`: of a
     group whose sums may be ours)."""
     global _announced
-    named = {name for limits in LIMITS.values() for name in limits}
-    given = {name: value for name, value in sizes(config).items() if name in named}
-    _announced = {"model_type": config.get("model_type"), **asked, **given}
+    _announced = {"model_type": config.get("model_type"), **asked, **sizes(config)}
     environ[VARIABLE] = json.dumps(_announced)
 
 

@@ -275,7 +275,7 @@ def patched(ranks, rank, **options):
 
 def batch(*, is_prompt=True, captures=False, halves=None):
     mode = SimpleNamespace(is_extend_without_speculative=lambda: is_prompt)
-    capture = SimpleNamespace(need_capture=lambda: captures)
+    capture = None if captures is None else SimpleNamespace(need_capture=lambda: captures)
     return SimpleNamespace(forward_mode=mode, capture_hidden_mode=capture, tbo_children=halves)
 
 

@@ -3,8 +3,6 @@ what all ranks make of it."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -156,10 +154,7 @@ def test_of_passes_that_never_ended_no_time_is_told(monkeypatch, ended, chosen):
 
 
 def test_what_is_asked_for_is_the_engines(monkeypatch):
-    monkeypatch.setattr(patching, "active_engine", lambda: None)
-    assert ASKED() == 0
-    engine = SimpleNamespace(steering=SimpleNamespace(value={"prompts_in_halves": 2048}.__getitem__))
-    monkeypatch.setattr(patching, "active_engine", lambda: engine)
+    monkeypatch.setattr(patching, "value", {"prompts_in_halves": 2048}.__getitem__)
     assert ASKED() == 2048
 
 

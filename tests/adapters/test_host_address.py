@@ -112,18 +112,22 @@ def test_where_there_is_no_way_sglang_searches(monkeypatch, ways):
 
 def test_it_is_told_where_a_servers_arguments_are_resolved_and_forgotten_at_the_next(monkeypatch, ways):
     engine = mock.MagicMock()
-    engine.profile.of_other_cards.return_value, engine.steering.outcomes = None, []
+    applied = [SimpleNamespace(default="one", applied=["A=1", "B=2"]), SimpleNamespace(default="other", applied=[])]
+    engine.profile.of_other_cards.return_value, engine.steering.outcomes = None, applied
     monkeypatch.setattr(argument_defaults.patching, "active_engine", lambda: engine)
     monkeypatch.setattr(argument_defaults.device_gate, "serves_current_device", lambda: True)
     monkeypatch.setattr(argument_defaults, "settings", lambda: SimpleNamespace(reproducible=False))
     monkeypatch.setattr(argument_defaults, "config_of", lambda server_args: None)
     monkeypatch.setattr(argument_defaults, "_model_config", lambda server_args: None)
-    monkeypatch.setattr(argument_defaults, "_has_decisions", lambda server_args: False)
     monkeypatch.setattr(argument_defaults.extension, "stale", lambda: None)
-    monkeypatch.setattr(argument_defaults.report, "write", lambda engine: None)
+    said = []
+    for name in ("write", "info"):
+        monkeypatch.setattr(argument_defaults.report, name, said.append)
     arguments, seen = SimpleNamespace(**SERVER), []
     resolve = argument_defaults.replace_apply_defaults(lambda *_: seen.append(os.environ.get("SGLANG_HOST_IP")))
     resolve(arguments, "DeepseekV4ForCausalLM")
     begin = argument_defaults.replace_adjustments(lambda server_args: seen.append(os.environ.get("SGLANG_HOST_IP")))
     begin(SimpleNamespace(nnodes=1))
-    assert seen == [CABLE, None]
+    assert seen == [CABLE, None] and said[1:] == ["deepseek_v4_sm120: defaults for this GPU: one: A=1, B=2", engine]
+    assert "other hosts reach this one at 10.0.0.1 (SGLANG_HOST_IP)" in said[0]
+    assert [name for name, *_ in engine.steering.method_calls] == ["apply", "begin", "end"]

@@ -12,6 +12,9 @@ import torch
 
 from deepseek_v4_sm120.ops import all_reduce as all_reduce_op
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
+from deepseek_v4_sm120.patching.steering import OFF as OFF_HERE
+from deepseek_v4_sm120.patching.steering import ON as ON_HERE
+from deepseek_v4_sm120.patching.steering import USER
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as product
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
@@ -26,6 +29,7 @@ from deepseek_v4_sm120.sglang_patches.adapters import (
     sparse_decode,
     wo_a,
 )
+from deepseek_v4_sm120.sglang_patches.defaults import REPRODUCIBLE
 
 ON = Settings(choices={"reproducible": "on"})
 OFF = Settings(choices={"reproducible": "off"})
@@ -271,21 +275,41 @@ def test_a_server_whose_sums_are_not_ours_is_told(on, ranks, monkeypatch):
     assert left.disabled is on and ("NOT REPRODUCIBLE" in told[0]) is (on and ranks > 2)
 
 
+@pytest.mark.parametrize("state", [ON_HERE, USER, OFF_HERE])
+def test_what_a_reproducible_server_does_without_is_named(state, monkeypatch):
+    """Of two cards sums have one order; on four they are ours, or not in place for who does without custom sums."""
+    monkeypatch.setattr(argument_defaults, "settings", lambda: ON)
+    in_place = {"all_reduce", *REPRODUCIBLE}
+    steering = SimpleNamespace(outcome={"reproducible": SimpleNamespace(state=state)}.__getitem__)
+
+    def left_out(missing, **given):
+        engine = SimpleNamespace(steering=steering, in_place=lambda: in_place - {missing})
+        return argument_defaults._left_out(engine, lambda name, default: given.get(name, default))
+
+    is_told = state != OFF_HERE
+    assert left_out("fp8_linear", tp_size=4) == ["fp8_linear"] * is_told and left_out(None, tp_size=4) == []
+    for given in (("all_reduce", {}), (None, {"disable_custom_all_reduce": True})):
+        assert left_out(given[0], tp_size=4, **given[1]) == ["all_reduce"] * is_told
+        assert left_out(given[0], tp_size=2, **given[1]) == left_out(given[0], **given[1]) == []
+
+
 # ---- --enable-deterministic-inference
 
 
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("disabled", [True, False])
-@pytest.mark.parametrize("ours", [True, False])
-def test_the_flag_leaves_sums_and_attention_as_they_were(asked, disabled, ours, monkeypatch):
+@pytest.mark.parametrize("whose", ["ours", "another model's", "nobody told", "on another card"])
+def test_the_flag_leaves_sums_and_attention_as_they_were(asked, disabled, whose, monkeypatch):
+    ours = whose == "ours"
+    told = {"another model's": {"model_type": "llama"}, "nobody told": None}.get(whose, {"model_type": "deepseek_v4"})
     lists = {
         "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": ["triton"],
         "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": ["triton"],
     }
     choices = SimpleNamespace(**lists)
     monkeypatch.setattr(argument_defaults.importlib, "import_module", lambda name: choices)
-    monkeypatch.setattr(models_served, "announced", lambda: {"model_type": "deepseek_v4" if ours else "llama"})
-    monkeypatch.setattr(device_gate, "serves_current_device", lambda: True)
+    monkeypatch.setattr(models_served, "announced", lambda: told)
+    monkeypatch.setattr(device_gate, "serves_current_device", lambda: whose != "on another card")
     arguments = SimpleNamespace(enable_deterministic_inference=asked, disable_custom_all_reduce=disabled)
 
     def original(self):
@@ -298,3 +322,9 @@ def test_the_flag_leaves_sums_and_attention_as_they_were(asked, disabled, ours, 
     assert arguments.disable_custom_all_reduce is (disabled or (asked and not ours))
     wanted = ["triton", "dsv4"] if asked and ours else ["triton"]
     assert list(lists.values()) == [wanted, wanted]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, False), (False, True), (False, False)])
+def test_marlins_experts_run_where_sglang_or_we_say_so(ours, theirs, monkeypatch):
+    monkeypatch.setattr(device_gate, "serves_current_device", lambda: ours)
+    assert argument_defaults.replace_marlin_gate(lambda device=None: theirs)(device="cuda") is (ours or theirs)

@@ -69,7 +69,7 @@ def test_another_taken_first():
 
 def test_a_forward_within_a_forward_has_its_own_and_gives_back_the_outer_ones():
     scope, outer, inner, x = Scope(), Layer(), Layer(), [1]
-    with scope.enter(outer, rows=1):
+    with scope.enter(outer, rows=1, of=1):
         waiting = Sum(x)
         scope.put_off(waiting)
         for error in (None, KeyError, RuntimeError):
@@ -82,7 +82,7 @@ def test_a_forward_within_a_forward_has_its_own_and_gives_back_the_outer_ones():
                     assert scope.take(Sum, y)
             except (KeyError, RuntimeError) as raised:
                 assert type(raised) is error and "the forward's own" in str(raised), "not that something is left"
-            assert (scope.layer, scope.known) == (outer, {"rows": 1}) and scope.waiting(Sum) == [waiting]
+            assert (scope.layer, scope.known) == (outer, {"rows": 1, "of": 1}) and scope.waiting(Sum) == [waiting]
         assert scope.take(Sum, x) is waiting
 
 

@@ -114,7 +114,11 @@ def test_a_parent_tells_its_children(monkeypatch):
     models_served.announce(CONFIGS["flash"], environ, torch_compile=True)
     assert models_served.serves_this_process() and models_served.is_compiled()
     monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
-    assert models_served.announced(environ)["torch_compile"] is True
+    assert models_served.announced(environ)["torch_compile"] is True and not models_served.has_served_card()
+    models_served.announce_served_card(environ)
+    assert models_served.has_served_card()
+    monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
+    assert models_served.announced(environ)["on_served_card"] is True
     monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
     assert models_served.announced({}) is None and models_served.serves_this_process()
 
@@ -139,12 +143,17 @@ def test_the_hook_finds_the_model_in_every_kind_of_arguments(monkeypatch, sealed
     module.model_config_of = lambda arguments: config
     monkeypatch.setitem(argument_defaults.importlib.sys.modules, argument_defaults.MODEL_CONFIG, module)
     told, seen, given = [], [], {"enable_torch_compile": True, "nnodes": 1, "forward_hooks": [{}], "tp_size": 4}
+    aside = SimpleNamespace(steering=SimpleNamespace(set_aside=lambda why: told.append(why[:12])))
+    monkeypatch.setattr(argument_defaults.patching, "active_engine", lambda: aside)
+    monkeypatch.setattr(argument_defaults.report, "write", lambda engine: told.append(engine))
+    monkeypatch.setattr(argument_defaults.torch_compile, "keep_out", lambda: told.append("no frame of ours"))
     monkeypatch.setattr(models_served, "announce", lambda found, **more: told.append((found["model_type"], more)))
     arguments = SimpleNamespace(**given) if sealed else SimpleNamespace(get_model_config=lambda: config, **given)
     argument_defaults.replace_apply_defaults(lambda *given: seen.append(given))(arguments, "DeepseekV4ForCausalLM")
     asked = {"torch_compile": True, "is_looked_into": True, "several_hosts": False, "ranks_come_and_go": False}
     asked["summing_ranks"] = 4
-    assert told == [("deepseek_v41", asked)] and seen == [(arguments, "DeepseekV4ForCausalLM")]
+    assert told == [("deepseek_v41", asked), "no frame of ours", "DeepSeek-V4.", aside]
+    assert seen == [(arguments, "DeepseekV4ForCausalLM")]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +213,7 @@ def test_sglangs_dumper_looks_too(monkeypatch):
 def test_every_operator_is_in_the_table_and_its_sizes_are_what_configurations_tell():
     assert set(OPS) <= set(LIMITS)
     told = set(models_served.sizes(CONFIGS["flash"]))
-    assert {name for limits in LIMITS.values() for name in limits} <= told
+    assert {name for limits in LIMITS.values() for name in limits} == told
     assert set(models_served.sizes(CONFIGS["v41"])) == told
 
 
@@ -241,6 +250,8 @@ def test_a_model_with_other_sizes_loses_what_they_concern_and_nothing_else():
     assert set(stock) == {"index_select", "mxfp4_moe", "mhc", "all_reduce"}
     assert stock["mhc"] == "hidden 6144, made for 4096 or 7168"
     assert "inter 1408" in stock["mxfp4_moe"] and "hidden 6144" in stock["mxfp4_moe"]
+    as_v41 = CONFIGS["flash"] | {"hc_pre_from_prev_sublayer": True, "text_config": None}
+    assert [v.operator for v in models_served.verdicts(as_v41) if not v.served] == ["mhc"]
     of_fp8 = CONFIGS["flash"] | {"expert_dtype": "fp8"}
     assert [v.operator for v in models_served.verdicts(of_fp8) if not v.served] == ["mxfp4_moe"]
     at_3 = models_served.verdicts(CONFIGS["flash"], 3)
@@ -250,11 +261,12 @@ def test_a_model_with_other_sizes_loses_what_they_concern_and_nothing_else():
 def test_without_the_gate_v41s_sizes_are_beyond_most_operators():
     """What the adapters' predicates see, were the gate open; test_v41_where_nobody_told_the_model builds it."""
     sizes = models_served.sizes(CONFIGS["v41"], 2)
+    assert sizes["pre_of_sublayer_before"]
     beyond = {op for op, limits in LIMITS.items() for name, limit in limits.items() if sizes[name] not in limit}
     assert beyond == {"index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc", "all_reduce"}
 
 
-def test_status_says_it(tmp_path):
+def test_status_says_it(tmp_path, monkeypatch):
     rows = models_table.overview()
     assert set(rows) == set(LIMITS) and rows["mhc"] == {"V4-Flash": "ours", "V4-Pro": "ours", "V4.1": "SGLang's"}
     assert models_table.overview_text(rows)[0] == ("operator", "V4-Flash", "V4-Pro", "V4.1")
@@ -269,8 +281,13 @@ def test_status_says_it(tmp_path):
     with pytest.raises(CommandError, match="--model must be flash, pro, flash-0731, a checkpoint"):
         models_table.of_model(str(tmp_path / "nothing"), 1)
     (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "odd").write_text('{"model_type": ["deepseek_v4"]}')
     os.mkfifo(tmp_path / "fifo")  # whoever only opened it would wait for ever
-    for name, words in (("", "no config.json of a model"), ("fifo", "cannot be read: a FIFO")):
+    odd = "no config.json of a model"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(CommandError, match=odd):
+        models_table.of_model("~/odd", 1)
+    for name, words in (("", odd), ("odd", odd), ("fifo", "cannot be read: a FIFO")):
         with pytest.raises(CommandError, match=words):
             models_table.of_model(str(tmp_path / name), 1)
 

@@ -145,11 +145,18 @@ def test_other_devices_are_never_served_and_touch_no_cuda(gpus):
 def test_first_served_calls_back_once(gpus):
     calls = []
     device_gate.on_first_served(lambda: calls.append("audit"))
+    device_gate.on_first_served(lambda: calls.append("another engine's"))
     device_gate.serves(device("cuda", 1))
     assert calls == []
-    device_gate.serves(device("cuda", 0))
-    device_gate.serves(device("cuda", 0))
-    assert calls == ["audit"]
+    sys.modules["torch"].cuda.current_device = lambda: 0
+    for _ in range(2):
+        assert device_gate.serves_current_device()
+        assert sorted(calls) == ["another engine's", "audit"]
+
+
+def test_where_there_is_no_device_none_is_served(gpus):
+    vars(sys.modules["torch"].cuda).update(is_available=lambda: False, current_device=None)
+    assert device_gate.serves_current_device() is False
 
 
 def test_force_opens_the_gate(gpus, monkeypatch):

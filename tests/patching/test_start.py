@@ -14,6 +14,7 @@ import pytest
 from build_artifact import write_dist_info
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120.sglang_patches.adapters.argument_defaults import OTHER_EXPERTS
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 from tests.e2e import stages
 from tests.patching.started import CONFIG, RESOLVES
@@ -140,13 +141,16 @@ CONVERSIONS = (  # what a configuration has, and whose its parts are then
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"], scope="module")
 def test_what_a_conversion_leaves_to_sglang_is_in_its_reports(run, tmp_path, version):
     """Of servers one behind the other: each has its own alone (test_several_servers.py)."""
-    servers = []
+    is_reproducible, servers = version == "0.5.23", []
     for number, (changes, _) in enumerate(CONVERSIONS):
         (tmp_path / str(number)).mkdir()
         (tmp_path / f"{number}/config.json").write_text(json.dumps(CONFIG | changes))
         servers.append((str(tmp_path / str(number)), {}))
-    found = run(SERVERS, more=repr(servers), version=version)
-    assert [one["notes"] for one in found] == [[THEIRS.format(*one) for one in theirs] for _, theirs in CONVERSIONS]
+    asked = {"DSV4_SM120_SET": "reproducible=on"} if is_reproducible else {}
+    notes = [one["notes"] for one in run(SERVERS, more=repr(servers), version=version, **asked)]
+    assert [note for note in notes[0] if "NOT REPRODUCIBLE" in note] == [OTHER_EXPERTS] * is_reproducible
+    notes[0] = notes[0][is_reproducible:]
+    assert notes == [[THEIRS.format(*one) for one in theirs] for _, theirs in CONVERSIONS]
 
 
 def test_without_us_it_stays_at_what_cannot_start(run):

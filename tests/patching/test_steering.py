@@ -11,6 +11,7 @@ from deepseek_v4_sm120.__main__ import _default_rows
 from deepseek_v4_sm120.patching.spec import VALUE, Default
 from deepseek_v4_sm120.patching.steering import HANDOVER, NOT_APPLICABLE, OFF, ON, USER, Steering
 from deepseek_v4_sm120.settings import Settings, read_choices, read_settings
+from deepseek_v4_sm120.sglang_patches.adapters import scheduling
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, DECODE_STEPS_BETWEEN_CHUNKS, DEFAULTS
 from deepseek_v4_sm120.sglang_patches.table import TABLE
 from tests.patching.test_table import status
@@ -256,9 +257,7 @@ def test_every_row_of_the_table_says_why_and_how():
 
 
 def test_the_prefill_interval_holds_chunks_back_only_while_somebody_decodes(monkeypatch):
-    from deepseek_v4_sm120.sglang_patches.adapters import scheduling
-
-    monkeypatch.setattr(scheduling, "_interval", lambda: 2)
+    monkeypatch.setattr(patching, "value", {scheduling.DEFAULT: 2}.__getitem__)
 
     class Batch(list):
         def is_empty(self):
@@ -268,9 +267,11 @@ def test_the_prefill_interval_holds_chunks_back_only_while_somebody_decodes(monk
         chunks = 4
 
         def raw(self, prefill_delayer_single_pass, running_batch):
+            assert prefill_delayer_single_pass is None or given.append(prefill_delayer_single_pass) is None
             self.chunks -= 1
             return ("chunk" if self.chunks >= 0 else None), running_batch
 
+    given = []
     Scheduler.raw = scheduling.replace_new_batch_prefill(Scheduler.raw)
     scheduler, busy = Scheduler(), Batch(["stream"])
     asked = [scheduler.raw(prefill_delayer_single_pass=None, running_batch=busy)[0] for _ in range(8)]
@@ -284,15 +285,16 @@ def test_the_prefill_interval_holds_chunks_back_only_while_somebody_decodes(monk
     assert [scheduler.raw(None, busy)[0] for _ in range(3)] == [None] * 3 and scheduler.chunks == -1
     scheduler.chunks = 1
     assert scheduler.raw(None, busy)[0] == "chunk", "one that came when there was none is not held back"
+    assert scheduler.raw("a pass", idle)[0] is None and given == ["a pass"]
+    scheduler.chunks = 1
+    assert scheduler.raw(None, busy)[0] == "chunk", "nor one that came behind a batch that had ended"
 
 
-def test_the_prefill_interval_of_0_5_17_is_the_engines(monkeypatch):
-    from deepseek_v4_sm120.sglang_patches.adapters import scheduling
-
-    asked = {scheduling.DEFAULT: 5}.__getitem__
-    for engine, interval in ((None, 0), (SimpleNamespace(steering=SimpleNamespace(value=asked)), 5)):
-        monkeypatch.setattr(patching, "active_engine", lambda engine=engine: engine)
-        assert scheduling._interval() == interval
+def test_the_number_of_a_default_is_the_engines(monkeypatch):
+    steering = SimpleNamespace(value={"a default": 5}.__getitem__)
+    for engine, found in ((None, 0), (SimpleNamespace(steering=steering), 5)):
+        monkeypatch.setattr(patching, "_engine", engine)
+        assert patching.value("a default") == found
     assert scheduling.DEFAULT in {row.name for row in DEFAULTS}
 
 

@@ -177,7 +177,7 @@ def test_forced_seams_tell_some_modules_and_leave_the_others(python, tree):
 def test_forced_seams_of_later_versions_answer_by_the_platform(python, tree):
     context = """
         class Platform:
-            is_sm120, is_sm90, is_blackwell = False, True, False
+            is_sm120, is_sm90, is_sm100, is_blackwell = False, True, True, True
         def get_platform():
             return Platform()
     """
@@ -196,9 +196,9 @@ def test_forced_seams_of_later_versions_answer_by_the_platform(python, tree):
     code = """
         from sglang.srt.arg_groups.model_hook import get_platform as told
         from sglang.srt.layers.quantization.fp8_utils import get_platform as true
-        print([(p.is_sm120, p.is_sm90, p.is_blackwell) for p in (told(), true())])
+        print([[+p.is_sm120, +p.is_sm90, +p.is_sm100, +p.is_blackwell] for p in (told(), true())])
     """
-    assert python(code, path=[tree(changes)], env=SEAMS).stdout == "[(True, False, False), (False, True, False)]\n"
+    assert python(code, path=[tree(changes)], env=SEAMS).stdout == "[[1, 0, 0, 1], [0, 1, 1, 1]]\n"
 
 
 def test_closed_gate_runs_the_very_original(python, tree):

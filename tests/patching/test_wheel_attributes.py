@@ -134,7 +134,6 @@ OBJECTS = {
         "server_args": (ARGUMENTS,),
         "declarations": ((">=0.5.19", f"{SRT}.arg_groups.overrides"),),
         "importlib.import_module(MODEL_CONFIG)": ((">=0.5.19", f"{SRT}.arg_groups.model_override_base"),),
-        "sys.modules.get(OVERRIDES)": ((">=0.5.15", f"{SRT}.arg_groups.overrides"),),
         "found": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
     "bf16_linear": {
@@ -334,7 +333,6 @@ OBJECTS = {
     },
     "min_p_verify": {
         "batch": ((SCHEDULE_BATCH,),),
-        "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "info": SAMPLING_INFO,
     },
     "mxfp4_moe": {

@@ -193,7 +193,9 @@ def serving(
     return chat
 
 
-def asked(version, made, *, ours, tools=(LOOSE,), choice="auto", kind="json_schema", schema=SCHEMA, **more) -> dict:
+def asked(
+    version, made, *, ours, tools=(LOOSE,), choice="auto", kind="json_schema", schema=SCHEMA, beside=True, **more
+) -> dict:
     """What the scheduler is asked for by a request over the chat API."""
     protocol = RESPONSES_REQUEST.partition(":")[0]
     names = {"convert_json_schema_to_str": json.dumps, "getattr": getattr, "ToolChoice": ToolChoice}
@@ -201,7 +203,8 @@ def asked(version, made, *, ours, tools=(LOOSE,), choice="auto", kind="json_sche
         fetch(version), names | {"isinstance": isinstance}, "ChatCompletionRequest.to_sampling_params", protocol
     )
     held = Record(type=kind, json_schema=Record(schema_=schema)) if kind else None
-    request = Record(tools=list(tools), tool_choice=choice, response_format=held, parallel_tool_calls=True, messages=[])
+    given = {"tools": list(tools), "tool_choice": choice, "parallel_tool_calls": beside}
+    request = Record(**given, response_format=held, messages=[])
     request.to_sampling_params = function.__get__(request)
     replace = calls_or_answers.replace_convert if ours else None
     chat = serving(version, made, ("_convert_to_internal_request", replace), **more)
@@ -272,12 +275,12 @@ def test_a_schema_that_xgrammar_cannot_hold_is_refused(version, parser):
         asked(version, made, ours=True, schema={**SCHEMA, "not": {}})
 
 
-def responses(version, made, *, ours, tools=(LOOSE,), choice="auto", schema=SCHEMA, **more) -> dict:
+def responses(version, made, *, ours, tools=(LOOSE,), choice="auto", schema=SCHEMA, beside=None, **more) -> dict:
     """The same over /v1/responses."""
     protocol, _, kind = RESPONSES_REQUEST.partition(":")
     function = take(fetch(version), {"convert_json_schema_to_str": json.dumps}, f"{kind}.to_sampling_params", protocol)
     function = calls_or_answers.replace_to_sampling_params(function) if ours else function
-    request = Record(tools=list(tools), tool_choice=choice, parallel_tool_calls=None)
+    request = Record(tools=list(tools), tool_choice=choice, parallel_tool_calls=beside)
     request.to_sampling_params = function.__get__(request)
     request._json_schema_from_text_format = lambda _: None if schema is None else json.dumps(schema)
     request.has_json_schema_constraint = lambda: schema is not None
@@ -290,6 +293,20 @@ def responses(version, made, *, ours, tools=(LOOSE,), choice="auto", schema=SCHE
     given = {"stop": None, "tool_call_constraint": processed.tool_call_constraint}
     found = request.to_sampling_params(1000, {}, **given)
     return {name: found[name] for name in ("json_schema", "structural_tag") if name in found}
+
+
+def test_whether_there_may_be_several_calls_is_the_requests(parser):
+    made, told = parser("0.5.23"), []
+    get = made.get_structure_constraint
+
+    def asked_for(self, *given, **more):
+        told.extend([more["parallel_tool_calls"]] if more else [])
+        return get(self, *given, **more)
+
+    made.get_structure_constraint = asked_for
+    for ask, beside in ((asked, True), (asked, False), (responses, None), (responses, True), (responses, False)):
+        assert list(ask("0.5.23", made, ours=True, beside=beside)) == ["structural_tag"]
+    assert told == [True, False, True, True, False]
 
 
 @every_release(RESPONSES_SINCE)

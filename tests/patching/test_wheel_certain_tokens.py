@@ -97,8 +97,11 @@ def test_a_later_release_that_calls_it_otherwise_draws_as_sglang(monkeypatch):
 
 
 @pytest.mark.parametrize(("model", "card"), [("deepseek_v4", True), ("deepseek_v4", False), ("llama", True)])
-def test_elsewhere_it_stays_sglangs(model, card, opened):
+def test_elsewhere_it_stays_sglangs(model, card, opened, monkeypatch):
+    told = []
     opened(model, card)
+    monkeypatch.setattr(certain_tokens.report, "warn_once", told.append)
+    assert seen_of(other=1) and bool(told) is (model == "deepseek_v4" and card)
     probs = torch.full((2, 3), 0.5)
     ((args, kwargs),) = seen_of(**{PROBS: probs})
     assert args == ("in front",) and kwargs[PROBS] is probs

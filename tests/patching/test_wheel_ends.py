@@ -118,6 +118,7 @@ class Answers:
             step, rest = rest[:length], rest[length:]
             request.output_ids.extend(step)
             update(request, len(step))
+            assert request.finished() or request.finished_len is None, "all of what goes on is told"
             if not rest or request.finished():
                 break
         ids = request.output_ids[: request.finished_len]
@@ -219,6 +220,9 @@ def test_one_token_and_what_is_aborted_are_sglangs(version):
     request.output_ids.extend([1])
     ours(request)
     assert seen.pop() == (1,) and not seen
+    request.output_ids.extend([1, 1])
+    ours(request, 2)
+    assert seen.pop() == (2,) and not seen, "a step that does not end is asked once"
     request.output_ids.extend([8, 1])
     request.to_finish = "aborted"
     ours(request, 2)

@@ -143,6 +143,7 @@ class Model:
         batch, slots = _context.get().forward_batch, self.backend.forward_metadata.rows
         real = batch.global_num_token_non_padded_cpu
         assert len(slots) == real <= len(x) and batch.extend_num_tokens == batch.num_token_non_padded_cpu == real
+        assert int(batch.num_token_non_padded) == real
         assert sum(batch.extend_seq_lens_cpu) == real and batch.batch_size == len(batch.seq_lens) == len(batch.rids)
         assert batch.seq_lens_sum == int(batch.seq_lens.sum())
         assert torch.equal(self.cache[layer][batch.out_cache_loc[:real]], x[:real])
@@ -174,8 +175,9 @@ class Model:
             kept.append(x)
             x = self.coordinator.all_reduce(x * positions[:, None] * (rank + 2)).remainder(83)
         if self.has_more and input_ids.storage_offset():  # the second half
-            self.coordinator.all_reduce(x + 0)
+            two = self.coordinator.all_reduce(torch.ones_like(x))
             self.look(input_ids, positions)
+            x = x * (two - 1)
         return (x * 3, None), kept
 
 
@@ -314,6 +316,7 @@ def test_graphs_in_halves_have_the_numbers_of_the_whole(sglang, version, batches
     for same in Ranks(2).each(body):
         assert len(same) == len(batches) * (LAYERS + 2) and all(same)
     assert eager._seen["passes"] == 2 * len(batches) and not eager._left and cuda_tensors._held == 0
+    assert eager._seen["rows"] == 2 * sum(sum(lengths) for lengths, _ in batches)
 
 
 @every_release(FIRST)
@@ -389,8 +392,9 @@ def test_a_sum_runs_beside_the_other_half(sglang, version, monkeypatch):
         runner.capture()
         for graph in runner.graph._segments:
             graph.replay = functools.partial(coordinator.order.append, "graph")
-        coordinator.order.clear()
-        runner.replay(pass_of([GRAPH], [0]))
+        for _ in range(2):  # the second waits for nothing of the first
+            coordinator.order.clear()
+            runner.replay(pass_of([GRAPH], [0]))
         return coordinator.order
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)

@@ -120,10 +120,13 @@ def test_experts_on_the_host_are_not_held_on_the_card_as_well(served, monkeypatc
     module = ModuleType(OFFLOADER)
     monkeypatch.setitem(sys.modules, OFFLOADER, module)
     module.get_offloader = type("NoopOffloader", (), {})
-    assert mxfp4_moe.keeps(Method(False), layer) and report._notes == {}
-    module.get_offloader = type("OffloaderV1", (), {})
-    assert not mxfp4_moe.keeps(Method(False), layer)
-    assert "NOT REPRODUCIBLE" not in report._notes["mxfp4_moe_handed_over"][0]()
+    said = []
+    monkeypatch.setattr(report, "warn_once", said.append)
+    assert mxfp4_moe.keeps(Method(False), layer) and report._notes == {} and not said
+    for name in ("OffloaderV2", "OffloaderV1"):  # --offload-group-size, --cpu-offload-gb
+        module.get_offloader = type(name, (), {})
+        assert not mxfp4_moe.keeps(Method(False), layer)
+    assert said == [report._notes["mxfp4_moe_handed_over"][0]()] * 2 and "NOT REPRODUCIBLE" not in said[0]
     monkeypatch.setattr(handed_over, "settings", lambda: SimpleNamespace(reproducible=True))
     assert not mxfp4_moe.keeps(Method(False), layer)
     assert "NOT REPRODUCIBLE" in report._notes["mxfp4_moe_handed_over"][0]()
@@ -310,10 +313,14 @@ def test_a_sharded_state_of_sglangs_is_loaded_as_one(version, served, monkeypatc
 def test_who_holds_weights_for_others_has_sglangs(version, served):  # noqa: F811
     layer, config = engine_layer(CUTLASS_LAYER, engine_inputs(CUTLASS_LAYER)), {"weight_block_size": [128, 128]}
     names = {"is_ipc_quant_supported": lambda method, given: method == "fp8" and given is config}
+    names["UnsupportedQuantForIPCError"] = KeyError
     check = handed_over.replace_quant_support(take(fetch(version), names, "check_ipc_quant_support", PROTOCOL))
     check("fp8", config, where="client")
+    with pytest.raises(KeyError):
+        check("another", config, where="client")
     assert mxfp4_moe.keeps(Method(True), layer)
     check("fp8", config, where="daemon")
+    check("fp8", config, where="client")
     assert not mxfp4_moe.keeps(Method(True), layer)
     for module in ("daemon", "ipc_loader"):  # by keyword, in front of the loading
         asked = source(fetch(version), f"sglang.srt.weight_cache.{module}").partition("check_ipc_quant_support(quant")

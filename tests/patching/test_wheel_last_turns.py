@@ -221,6 +221,17 @@ class Wire(Record):
         return {name: chat_requests.plain(value) for name, value in vars(self).items() if value is not None}
 
 
+def test_a_last_turn_of_no_words_or_of_a_task_is_sglangs(monkeypatch):
+    """Such as one of a call alone, which a client asks to have gone on with."""
+    monkeypatch.setattr(last_turns, "answers_for_ours", lambda serving: True)
+    of_words = last_turns.replace_last(lambda serving, messages, request: "SGLang's")
+    thinks = last_turns.replace_reasoning(lambda serving, request: True)
+    for words, task in ((None, None), ("Words.", "title")):
+        turn = SimpleNamespace(role="assistant", content=words)
+        request = SimpleNamespace(messages=[turn], task=task, continue_final_message=True)
+        assert of_words(None, [vars(turn)], request) == "SGLang's" and thinks(None, request) is True
+
+
 def wire(value):
     if isinstance(value, list):
         return [wire(one) for one in value]

@@ -57,6 +57,8 @@ def test_answers_without_room_sit_out_the_pass_and_no_other(has_room, finished):
 def test_where_nothing_is_mixed_or_another_model_runs_nobody_is_asked(monkeypatch):
     assert Scheduler(False).look_with_ours(None, running_batch=Running(True))[0] is False
     fix.replace_prepare(lambda batch: None)("prompts of no scheduler that looks")
+    empty = SimpleNamespace(is_empty=lambda: True)
+    assert Scheduler(True).look_with_ours(None, running_batch=empty)[0] is True
     monkeypatch.setattr(fix, "is_ours", lambda: False)
     assert Scheduler(True).look_with_ours(None, running_batch=Running(False))[0] is True
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
+from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import argument_defaults, prefill_graphs, sparse_decode
 from deepseek_v4_sm120.sglang_patches.names import MODEL
@@ -161,7 +162,7 @@ class Arguments(Server):
 @pytest.fixture
 def asked(monkeypatch):
     """DSV4_SM120_SET=prefill_graphs=640, on a GPU that we serve."""
-    monkeypatch.setattr(prefill_graphs, "_asked", lambda: 640)
+    monkeypatch.setattr(patching, "value", {"prefill_graphs": 640}.__getitem__)
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: True)
 
 
@@ -239,11 +240,32 @@ def test_the_setting_asks_in_the_users_place(version, asked, monkeypatch):
     assert with_mtp == (CAPTURED if since(version, "0.5.23") else None)
     assert resolve(Arguments(architecture="LlamaForCausalLM", model_type="llama")) == ("left out", None)
     assert resolve(Arguments(model_type="deepseek_v41")) == ("left out", None)
+    assert resolve(Arguments(architecture="InklingForConditionalGeneration", model_type="inkling"))[0] == "full"
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: False)
     assert resolve(Arguments()) == ("left out", None)
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: True)
-    monkeypatch.setattr(prefill_graphs, "_asked", lambda: 0)
-    assert resolve(Arguments()) == ("left out", None)
+    for change in ((patching, "value", lambda default: 0), (prefill_graphs, "config_of", lambda server_args: None)):
+        with monkeypatch.context() as changed:
+            changed.setattr(*change)
+            assert resolve(Arguments()) == ("left out", None)
+
+
+def test_they_are_asked_for_where_nothing_else_is(asked, monkeypatch):
+    """And told. By itself each of these leaves them out."""
+    others = dict.fromkeys(("nnodes", "pp_size", "dp_size", "dcp_size", "attn_cp_size", "attn_dp_size"), 2)
+    others |= {"cuda_graph_backend_prefill": "full", "cuda_graph_bs_prefill": [4], "cuda_graph_max_bs_prefill": 8}
+    others |= {"cuda_graph_config": "{}", "moe_a2a_backend": "deepep", "disaggregation_mode": "prefill"}
+    flags = ("disable_prefill_cuda_graph", "disable_cuda_graph", "enable_prefill_cp", "enable_two_batch_overlap")
+    others |= dict.fromkeys((*flags, "enable_memory_saver", "enable_lora"), True) | {"speculative_algorithm": "DSPARK"}
+    said, ask = [], prefill_graphs.replace_function(lambda server_args: None)
+    monkeypatch.setattr(prefill_graphs.report, "info", said.append)
+    for name, value in others.items():
+        arguments = Arguments(**{name: value})
+        before = dict(vars(arguments))
+        ask(arguments)
+        assert vars(arguments) == before and not said, name
+    ask(Arguments())
+    assert len(said) == 1 and "prefill passes of 4 to 640 rows are captured" in said[0]
 
 
 @every_release("0.5.17")
@@ -286,7 +308,7 @@ def test_captured_rows_end_with_the_number_of_the_setting():
     assert prefill_graphs.captured_rows(8192)[-2:] == [6144, 8192]
     for most in (9, 1025, 12288, 12289, 16384, 32768, 999_999):  # else what lies between is in no graph
         rows = prefill_graphs.captured_rows(most)
-        assert rows[-1] == most and all(b <= 2 * a for a, b in zip(rows, rows[1:], strict=False)), rows
+        assert rows[-1] == most and all(a < b <= 2 * a for a, b in zip(rows, rows[1:], strict=False)), rows
     for rows, more in zip(CAPTURED, CAPTURED[1:], strict=False):
         assert more <= 2 * rows  # else SGLang would run a pass between them without a graph
 

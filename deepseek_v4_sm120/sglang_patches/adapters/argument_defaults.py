@@ -45,17 +45,13 @@ ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 def accessors(server_args) -> tuple[Callable, Callable]:
     """(read, write) of a server argument. From 0.5.19 on they are a record, sealed from 0.5.20 on, beside a list of
     decisions, of which the last counts."""
-    declarations = importlib.import_module(OVERRIDES) if _has_decisions(server_args) else None
-    if declarations is None:
+    declarations = sys.modules.get(OVERRIDES)
+    if not hasattr(declarations, "declare_resolution"):
         return functools.partial(getattr, server_args), functools.partial(setattr, server_args)
     view = declarations.resolving_view(server_args)
     return functools.partial(getattr, view), lambda name, value: declarations.declare_resolution(
         server_args, "deepseek_v4_sm120", **{name: value}
     )
-
-
-def _has_decisions(server_args) -> bool:
-    return hasattr(server_args, "_input_frozen") or hasattr(sys.modules.get(OVERRIDES), "declare_resolution")
 
 
 def _model_config(server_args):
@@ -145,12 +141,9 @@ def replace_adjustments(original: Callable) -> Callable:
         report.forget_notes()
         host_address.forget(os.environ)
         engine = patching.active_engine()
-        if engine is None:
-            return original(server_args)
         engine.steering.begin(os.environ)
-        resolved = original(server_args)
+        original(server_args)
         engine.steering.end(os.environ)
-        return resolved
 
     return handle_model_specific_adjustments
 
@@ -181,15 +174,14 @@ def replace_apply_defaults(original: Callable) -> Callable:
         other = models_served.other_model(model_type)
         if other:
             report.info(f"deepseek_v4_sm120: SGLang's own code and defaults serve this model: {other}")
-        if other and engine is not None:
             engine.steering.set_aside(other)
             report.write(engine)
-        if engine is not None and device_gate.serves_current_device():
+        elif device_gate.serves_current_device():
             models_served.announce_served_card()
-            if has_rust_front() and not other:
+            if has_rust_front():
                 report.add_note(RUST_FRONT, lambda: f"{RUST_FRONT}: {WITHOUT_FRONT}")
                 report.warn(f"deepseek_v4_sm120: {RUST_FRONT}: {WITHOUT_FRONT}")
-            if not other and (address := host_address.tell(read, os.environ)) is not None:
+            if (address := host_address.tell(read, os.environ)) is not None:
                 report.info(f"deepseek_v4_sm120: other hosts reach this one at {address} ({host_address.VARIABLES[0]})")
             if told := extension.stale():
                 report.warn(f"deepseek_v4_sm120: {told}")
@@ -203,11 +195,11 @@ def replace_apply_defaults(original: Callable) -> Callable:
             if settings().reproducible and not _has_fp4_experts(server_args):
                 report.add_note("experts", lambda: OTHER_EXPERTS)
                 report.warn(f"deepseek_v4_sm120: {OTHER_EXPERTS}")
-            if settings().reproducible and not other and (theirs := _left_out(engine, read)):
+            if settings().reproducible and (theirs := _left_out(engine, read)):
                 told = f"{', '.join(theirs)}: SGLang's own, by the settings. NOT REPRODUCIBLE: {BY_ROWS}"
                 report.add_note("reproducible", lambda: told)
                 report.warn(f"deepseek_v4_sm120: {told}")
-            if config is not None and not other and (without := _others(server_args, config)):
+            if config is not None and (without := _others(server_args, config)):
                 report.add_note("model", lambda: f"model: {without}")
                 report.info(f"deepseek_v4_sm120: {without}")
             report.write(engine)

@@ -63,7 +63,7 @@ class Shares:
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's [each, ...] of [rows, ...]: a view, where it has as many."""
-        first = min(self.each * self.coordinator.rank_in_group, self.rows)
+        first = self.each * self.coordinator.rank_in_group
         return _padded(x[first : first + self.each], self.each)
 
     def summed(self, term: torch.Tensor) -> torch.Tensor:

@@ -66,14 +66,13 @@ class OwedSum(Waiting):
 
 def _operator(name: str) -> Callable:
     def run(self, *args):
-        return getattr(self.run(), name)(*map(finished, args))
+        return getattr(self.run(), name)(*args)
 
     return run
 
 
 for _name in (f"__{name}__" for name in _OPERATORS):
     setattr(OwedSum, _name, _operator(_name))
-OwedSum.__hash__ = object.__hash__
 
 
 def finished(x):

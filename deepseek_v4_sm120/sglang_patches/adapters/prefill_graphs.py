@@ -47,11 +47,6 @@ def worth_capturing(cards: int) -> int:
     return CAPTURED_ROWS * cards
 
 
-def _asked() -> int:
-    engine = patching.active_engine()
-    return 0 if engine is None else engine.steering.value(DEFAULT)
-
-
 def replace_function(original: Callable, speculation: tuple[str, ...] = ()) -> Callable:
     """For apply_inkling_prefill_cuda_graph_default(server_args), of 0.5.19 and later."""
     plain = {name: (None, value) for name, value in (PLAIN | PLAIN_SINCE_0_5_22).items()}
@@ -61,7 +56,7 @@ def replace_function(original: Callable, speculation: tuple[str, ...] = ()) -> C
     def apply_inkling_prefill_cuda_graph_default(server_args):
         original(server_args)
         read, write = accessors(server_args)
-        most = _asked()
+        most = patching.value(DEFAULT)
         if not most or any(read(name, None) not in values for name, values in plain.items()):
             return
         config = config_of(server_args)

@@ -279,8 +279,7 @@ def replace_model_forward(original: Callable) -> Callable:
 
 def least_rows() -> int:
     """Of a half, of each pass; 0: it is tried out."""
-    engine = patching.active_engine()
-    return 0 if engine is None else engine.steering.value(PATCH)
+    return patching.value(PATCH)
 
 
 def _pass_of(backend, batch) -> Pass | None:

@@ -14,18 +14,13 @@ from deepseek_v4_sm120 import patching
 DEFAULT = "prefill_decode_interval_0_5_17"
 
 
-def _interval() -> int:
-    engine = patching.active_engine()
-    return 0 if engine is None else engine.steering.value(DEFAULT)
-
-
 def replace_new_batch_prefill(original: Callable) -> Callable:
     """For Scheduler._get_new_batch_prefill_raw of 0.5.17, which returns (batch or None, running batch).
 
     A chunk that is held back stays `chunked_req`: 0.5.17 stashes a chunk only when it has grown, so asking later is
     what it does itself when memory is short. Nothing is held back while nobody decodes.
     """
-    interval = _interval()
+    interval = patching.value(DEFAULT)
     waits = "_deepseek_v4_sm120_decode_steps_first"
 
     @functools.wraps(original)

@@ -56,7 +56,6 @@ def end_at_the_first(request, step, original: Callable) -> None:
         request.output_ids.append(token)
         if not left:
             request.grammar = grammar
-        if not request.finished():
-            original(request, 1)
-            if request.finished() and request.finished_len is None:
-                request.finished_len = len(request.output_ids)
+        original(request, 1)  # nothing, once it has ended
+        if request.finished() and request.finished_len is None:
+            request.finished_len = len(request.output_ids)

@@ -36,7 +36,7 @@ def replace_eagle_sample(original: Callable) -> Callable:
     @functools.wraps(original)
     def eagle_sample(verify_input, batch, *args, **kwargs):
         info = batch.sampling_info
-        asks = not batch.forward_mode.is_idle() and info.need_min_p_sampling and not info.is_all_greedy
+        asks = info.need_min_p_sampling and not info.is_all_greedy
         of_batch.min_ps = info.min_ps if asks and is_ours() else None
         try:
             return original(verify_input, batch, *args, **kwargs)

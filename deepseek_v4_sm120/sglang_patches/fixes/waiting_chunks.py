@@ -25,7 +25,7 @@ def replace_add_chunk(original: Callable) -> Callable:
     @functools.wraps(original)
     def add_chunked_req(self, req):
         left = original(self, req)
-        is_waiting = left is not None and not self.can_run_list
+        is_waiting = not self.can_run_list  # nobody is asked before
         if is_waiting and req.inflight_middle_chunks <= 0 and not shares_prefixes(self.tree_cache) and is_ours():
             give_back(self, req)
             left = original(self, req)
