@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.emulated import emulated, library, ptx, run
-from tests.emulator.test_forms import HEAD, KINDS, forms, refused, those_of_registers
+from tests.emulator.test_forms import HEAD, KINDS, forms, of_registers, refused
 
 # the beginning of a name -> where else it is asked for
 ELSEWHERE = {
@@ -41,8 +41,8 @@ ELSEWHERE = {
 
 
 def test_each_form_is_asked_for_somewhere():
-    here = those_of_registers().keys()
-    left = [f"{name} {shape}" for name, shapes in forms().items() for shape in shapes if f"{name} {shape}" not in here]
+    every = {(name, shape) for name, shapes in forms().items() for shape in shapes}
+    left = [f"{name} {shape}" for name, shape in every - {*of_registers()}]
     assert [form for form in left if not any(form.startswith(name) for name in ELSEWHERE)] == []
     assert [name for name in ELSEWHERE if not any(form.startswith(name) for form in left)] == []
 
