@@ -202,15 +202,15 @@ float flushed(float x) {
   const uint32_t bits = put(x);
   return get<float>(bits & 0x7f800000 ? bits : bits & 0x80000000);
 }
-float saturated(float x) { return std::isnan(x) ? 0.f : std::min(std::max(x, 0.f), 1.f); }
+float saturated(float x) { return std::min(std::max(0.f, x), 1.f); }  // of NaN and of -0 it is 0
 
 enum Rounding { kNearest, kDown, kUp, kZero };
 struct Mode {
   bool flush, saturate;
   Rounding rounding;
 };
-constexpr int kModes = 16;
-constexpr Mode mode_of(int m) { return {(m & 1) != 0, (m & 2) != 0, static_cast<Rounding>(m >> 2)}; }
+constexpr int kModes = 16, kFlushes = 1, kSaturates = 2;
+constexpr Mode mode_of(int m) { return {(m & kFlushes) != 0, (m & kSaturates) != 0, static_cast<Rounding>(m >> 2)}; }
 
 // Compilers must not move what rounds otherwise in front of the change of the mode; without -frounding-math, with which they make no
 // vectors of floats.
@@ -253,14 +253,20 @@ constexpr Handler handler_in_mode() {
 
 template <auto kDo, int... kMode>
 Handler in_mode(int mode, std::integer_sequence<int, kMode...>) {
-  static constexpr Handler all[] = {handler_in_mode<kMode, kDo>()...};
-  return mode < static_cast<int>(sizeof...(kMode)) ? all[mode] : nullptr;
+  static constexpr std::pair<int, Handler> all[] = {{kMode, handler_in_mode<kMode, kDo>()}...};
+  for (const auto& [one, handler] : all)
+    if (one == mode) return handler;
+  return nullptr;
 }
 
 float f_add(float a, float b, float) { return a + b; }
 float f_sub(float a, float b, float) { return a - b; }
 float f_mul(float a, float b, float) { return a * b; }
 float f_div(float a, float b, float) { return a / b; }
+float f_div_approx(float a, float b, float) {  // by the reciprocal, which is 0 there
+  const float size = std::fabs(b);
+  return size > 0x1p126f && size < INFINITY ? a * std::copysign(0.f, b) : a / b;
+}
 float f_fma(float a, float b, float c) { return std::fma(a, b, c); }
 // The other one of a NaN, and -0 below 0; libm's would be called for each lane.
 float f_min(float a, float b, float) { return a == b ? (std::signbit(a) ? a : b) : a < b || b != b ? a : b; }
@@ -277,10 +283,6 @@ float f_rcp(float a, float, float) { return 1.f / a; }
 float f_sqrt(float a, float, float) { return std::sqrt(a); }
 float f_rsqrt(float a, float, float) { return static_cast<float>(1. / std::sqrt(static_cast<double>(a))); }
 float f_ex2(float a, float, float) { return std::exp2(a); }
-float f_lg2(float a, float, float) { return std::log2(a); }
-float f_sin(float a, float, float) { return std::sin(a); }
-float f_cos(float a, float, float) { return std::cos(a); }
-float f_tanh(float a, float, float) { return std::tanh(a); }
 float f_same(float a, float, float) { return a; }
 
 }  // namespace
@@ -289,35 +291,34 @@ Handler floats_by_mode(const Words& words) {
   int mode = 0;
   bool nan = false;
   for (const std::string& word : words) {
-    if (word == "ftz") mode |= 1;
-    if (word == "sat") mode |= 2;
+    if (word == "ftz") mode |= kFlushes;
+    if (word == "sat") mode |= kSaturates;
     if (word == "rm") mode |= kDown << 2;
     if (word == "rp") mode |= kUp << 2;
     if (word == "rz") mode |= kZero << 2;
     nan = nan || word == "NaN";
   }
   constexpr std::make_integer_sequence<int, kModes> modes;
-  constexpr std::make_integer_sequence<int, kModes / 4> nearest;  // of what has no other
+  constexpr std::make_integer_sequence<int, kModes / 4> nearest;             // those of what has no other rounding
+  constexpr std::integer_sequence<int, 0, 1, 4, 5, 8, 9, 12, 13> roundings;  // of what does not saturate
+  constexpr std::integer_sequence<int, 0, kFlushes> plain;                   // neither
   const std::string& op = words[0];
+  const bool is_approximate = words.size() > 2 && words[1] == "approx";
   if (op == "add") return in_mode<f_add>(mode, modes);
   if (op == "sub") return in_mode<f_sub>(mode, modes);
   if (op == "mul") return in_mode<f_mul>(mode, modes);
-  if (op == "div") return in_mode<f_div>(mode, modes);
-  if (op == "fma" || op == "mad") return in_mode<f_fma>(mode, modes);
-  if (op == "min") return nan ? in_mode<f_min_nan>(mode, nearest) : in_mode<f_min>(mode, nearest);
-  if (op == "max") return nan ? in_mode<f_max_nan>(mode, nearest) : in_mode<f_max>(mode, nearest);
-  if (op == "min3") return nan ? in_mode<f_min3_nan>(mode, nearest) : in_mode<f_min3>(mode, nearest);
-  if (op == "max3") return nan ? in_mode<f_max3_nan>(mode, nearest) : in_mode<f_max3>(mode, nearest);
-  if (op == "neg") return in_mode<f_neg>(mode, nearest);
-  if (op == "abs") return in_mode<f_abs>(mode, nearest);
-  if (op == "rcp") return in_mode<f_rcp>(mode, modes);
-  if (op == "sqrt") return in_mode<f_sqrt>(mode, modes);
-  if (op == "rsqrt") return in_mode<f_rsqrt>(mode, nearest);
-  if (op == "ex2") return in_mode<f_ex2>(mode, nearest);
-  if (op == "lg2") return in_mode<f_lg2>(mode, nearest);
-  if (op == "sin") return in_mode<f_sin>(mode, nearest);
-  if (op == "cos") return in_mode<f_cos>(mode, nearest);
-  if (op == "tanh") return in_mode<f_tanh>(mode, nearest);
+  if (op == "div") return is_approximate ? in_mode<f_div_approx>(mode, plain) : in_mode<f_div>(mode, roundings);
+  if (op == "fma") return in_mode<f_fma>(mode, modes);
+  if (op == "min") return nan ? in_mode<f_min_nan>(mode, plain) : in_mode<f_min>(mode, plain);
+  if (op == "max") return nan ? in_mode<f_max_nan>(mode, plain) : in_mode<f_max>(mode, plain);
+  if (op == "min3") return nan ? in_mode<f_min3_nan>(mode, plain) : in_mode<f_min3>(mode, plain);
+  if (op == "max3") return nan ? in_mode<f_max3_nan>(mode, plain) : in_mode<f_max3>(mode, plain);
+  if (op == "neg") return in_mode<f_neg>(mode, plain);
+  if (op == "abs") return in_mode<f_abs>(mode, plain);
+  if (op == "rcp") return in_mode<f_rcp>(mode, roundings);
+  if (op == "sqrt") return in_mode<f_sqrt>(mode, roundings);
+  if (op == "rsqrt") return in_mode<f_rsqrt>(mode, plain);
+  if (op == "ex2") return in_mode<f_ex2>(mode, plain);
   if (op == "cvt") return in_mode<f_same>(mode, nearest);
   return nullptr;
 }
@@ -362,7 +363,6 @@ Handler halves_handler(const Words& words) {
   if (op == "add") return halves<H, kHalves, f_add>;
   if (op == "sub") return halves<H, kHalves, f_sub>;
   if (op == "mul") return halves<H, kHalves, f_mul>;
-  if (op == "fma") return halves<H, kHalves, f_fma>;
   const bool nan = std::find(words.begin(), words.end(), "NaN") != words.end();
   if (op == "max") return nan ? halves<H, kHalves, f_max_nan> : halves<H, kHalves, f_max>;
   if (op == "min") return nan ? halves<H, kHalves, f_min_nan> : halves<H, kHalves, f_min>;
@@ -376,22 +376,12 @@ uint32_t max_u16x2(uint32_t a, uint32_t b) { return std::max(a & 0xffff, b & 0xf
 
 template <class T, auto kCompare>
 Step compare(Warp& w, const Instruction& i, uint32_t mask) {
-  const auto* a = w.lanes<Slot<T>>(i.o[i.count]);
-  const auto* b = w.lanes<Slot<T>>(i.o[i.count + 1]);
+  const auto* a = w.lanes<Slot<T>>(i.o[1]);
+  const auto* b = w.lanes<Slot<T>>(i.o[2]);
   uint32_t so = 0;
   for (int l = 0; l < kLanes; ++l) so |= uint32_t(kCompare(get<T>(a[l]), get<T>(b[l]))) << l;
-  uint32_t not_so = ~so;
-  if (i.o.size() > static_cast<size_t>(i.count) + 2) {  // combined with a predicate
-    const uint32_t c = w.predicate(i.o.back());
-    so = i.kind == 1 ? so & c : i.kind == 2 ? so | c : so ^ c;
-    not_so = i.kind == 1 ? not_so & c : i.kind == 2 ? not_so | c : not_so ^ c;
-  }
   uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
   p = (p & ~mask) | (so & mask);
-  if (i.count == 2 && i.o[1].kind != Operand::kNone) {
-    uint32_t& q = *w.lanes<uint32_t>(i.o[1]);
-    q = (q & ~mask) | (not_so & mask);
-  }
   return Step::kNext;
 }
 template <class T>
@@ -410,10 +400,10 @@ template <class T>
 Handler comparison(const std::string& how) {
   if (how == "eq") return compare<T, [](T a, T b) { return bool(a == b); }>;
   if (how == "ne") return compare<T, [](T a, T b) { return bool(!(a == b) && !(a != a) && !(b != b)); }>;
-  if (how == "lt" || how == "lo") return compare<T, [](T a, T b) { return bool(a < b); }>;
-  if (how == "le" || how == "ls") return compare<T, [](T a, T b) { return bool(a <= b); }>;
-  if (how == "gt" || how == "hi") return compare<T, [](T a, T b) { return bool(a > b); }>;
-  if (how == "ge" || how == "hs") return compare<T, [](T a, T b) { return bool(a >= b); }>;
+  if (how == "lt") return compare<T, [](T a, T b) { return bool(a < b); }>;
+  if (how == "le") return compare<T, [](T a, T b) { return bool(a <= b); }>;
+  if (how == "gt") return compare<T, [](T a, T b) { return bool(a > b); }>;
+  if (how == "ge") return compare<T, [](T a, T b) { return bool(a >= b); }>;
   if constexpr (std::is_floating_point_v<T>) return unordered_comparison<T>(how);
   return nullptr;
 }
@@ -429,8 +419,7 @@ Step select(Warp& w, const Instruction& i, uint32_t mask) {
 
 template <auto kDo>
 Step predicates(Warp& w, const Instruction& i, uint32_t mask) {
-  const auto value = [&](const Operand& o) { return o.kind == Operand::kPredicate ? w.predicate(o) : *w.lanes<uint32_t>(o) ? kAll : 0; };
-  const uint32_t r = kDo(value(i.o[1]), value(i.o[i.o.size() > 2 ? 2 : 1]));
+  const uint32_t r = kDo(w.predicate(i.o[1]), w.predicate(i.o[i.o.size() > 2 ? 2 : 1]));
   uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
   p = (p & ~mask) | (r & mask);
   return Step::kNext;
@@ -472,6 +461,10 @@ uint32_t funnel(uint32_t low, uint32_t high, uint32_t n) {
   const uint64_t both = uint64_t{high} << 32 | low;
   return static_cast<uint32_t>(kLeft ? both << n >> 32 : both >> n);
 }
+template <bool kLeft, bool kWrap>
+Step shf(Warp& w, const Instruction& i, uint32_t mask) {
+  return three<uint32_t, uint32_t, uint32_t, uint32_t, funnel<kLeft, kWrap>>(w, i, mask);
+}
 uint32_t leading(uint32_t a) { return a ? __builtin_clz(a) : 32; }
 template <class T>
 T field(T a, uint32_t from, uint32_t count) {
@@ -486,16 +479,6 @@ T field(T a, uint32_t from, uint32_t count) {
   if (held < kBits) out = fill ? out | ~U{0} << held : out & ((U{1} << held) - 1);
   return static_cast<T>(out);
 }
-Step insert(Warp& w, const Instruction& i, uint32_t mask) {
-  const uint32_t *a = w.lanes<uint32_t>(i.o[1]), *b = w.lanes<uint32_t>(i.o[2]), *at = w.lanes<uint32_t>(i.o[3]), *n = w.lanes<uint32_t>(i.o[4]);
-  each(mask, [&](int l) {
-    const uint32_t from = at[l] & 0xff, count = n[l] & 0xff;
-    const uint64_t bits = ((uint64_t{1} << std::min(count, 32u)) - 1) << std::min(from, 63u);
-    w.lanes<uint32_t>(i.o[0])[l] = static_cast<uint32_t>((b[l] & ~bits) | ((uint64_t{a[l]} << std::min(from, 63u)) & bits));
-  });
-  return Step::kNext;
-}
-
 Handler bits_handler(const Words& words) {
   const std::string &op = words[0], &type = words.back();
   if (op == "prmt") return three<uint32_t, uint32_t, uint32_t, uint32_t, permuted>;
@@ -507,15 +490,12 @@ Handler bits_handler(const Words& words) {
   if (op == "bfind" && words[1] == "shiftamt" && type == "u32") return one<uint32_t, uint32_t, [](uint32_t a) { return a ? leading(a) : kAll; }>;
   if (op == "bfind" && type == "u32") return one<uint32_t, uint32_t, [](uint32_t a) { return a ? 31 - leading(a) : kAll; }>;
   if (op == "shf") {
-    const bool wraps = words[2] == "wrap";
-    if (words[1] == "l") return three<uint32_t, uint32_t, uint32_t, uint32_t, funnel<true, true>>;
-    if (wraps) return three<uint32_t, uint32_t, uint32_t, uint32_t, funnel<false, true>>;
-    return three<uint32_t, uint32_t, uint32_t, uint32_t, funnel<false, false>>;
+    const bool left = words[1] == "l";
+    if (words[2] == "wrap") return left ? shf<true, true> : shf<false, true>;
+    return left ? shf<true, false> : shf<false, false>;
   }
   if (op == "bfe" && type == "u32") return three<uint32_t, uint32_t, uint32_t, uint32_t, field<uint32_t>>;
   if (op == "bfe" && type == "s32") return three<int32_t, int32_t, uint32_t, uint32_t, field<int32_t>>;
-  if (op == "bfe" && type == "u64") return three<uint64_t, uint64_t, uint32_t, uint32_t, field<uint64_t>>;
-  if (op == "bfi" && type == "b32") return insert;
   return nullptr;
 }
 
@@ -564,10 +544,7 @@ Handler comparison_of(const std::string& type, const std::string& how) {
 Handler arithmetic(const Words& words, Instruction& i) {
   const std::string &op = words[0], &type = words.back();
   if (Handler found = moves(words, i)) return found;
-  if (op == "setp") {
-    for (const std::string& word : words) i.kind = word == "and" ? 1 : word == "or" ? 2 : word == "xor" ? 3 : i.kind;
-    return comparison_of(type, words[1]);
-  }
+  if (op == "setp") return comparison_of(type, words[1]);
   if (op == "selp") return bytes_of(type) == 8 ? select<uint64_t> : select<uint32_t>;
   if (type == "pred") {
     if (op == "and") return predicates<[](uint32_t a, uint32_t b) { return a & b; }>;

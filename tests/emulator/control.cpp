@@ -66,9 +66,20 @@ Step rest(Warp& w, const Instruction&, uint32_t) {
   return Step::kYield;
 }
 
+// Those that lanes say are with them, and that are: all say the same, and are among them. False: the group waits for the rest of them.
+bool converge_as_told(Warp& w, const Operand& members, uint32_t& mask) {
+  const uint32_t* const told = w.lanes<uint32_t>(members);
+  const uint32_t all = told[__builtin_ctz(mask)];
+  const bool is_here = converge(w, mask, all);
+  if (mask & ~all) fail("a lane that its mask does not name takes part");
+  each(mask, [&](int l) {
+    if (told[l] != all) fail("lanes that take part together have different masks");
+  });
+  return is_here;
+}
+
 Step warp_barrier(Warp& w, const Instruction& i, uint32_t mask) {
-  const uint32_t members = w.lanes<uint32_t>(i.o[0])[__builtin_ctz(mask)];
-  if (!converge(w, mask, members)) return Step::kJumped;
+  if (!converge_as_told(w, i.o[0], mask)) return Step::kJumped;
   meet(w, mask);
   return Step::kNext;
 }
@@ -122,8 +133,7 @@ template <int kHow>
 Step shuffle(Warp& w, const Instruction& i, uint32_t mask) {
   const bool tells = i.o.size() == 6;
   const size_t first = tells ? 2 : 1;
-  const uint32_t members = w.lanes<uint32_t>(i.o[first + 3])[__builtin_ctz(mask)];
-  if (!converge(w, mask, members)) return Step::kJumped;
+  if (!converge_as_told(w, i.o[first + 3], mask)) return Step::kJumped;
   uint32_t from[kLanes], *d = w.lanes<uint32_t>(i.o[0]);
   std::memcpy(from, w.lanes<uint32_t>(i.o[first]), sizeof(from));
   const uint32_t *bs = w.lanes<uint32_t>(i.o[first + 1]), *cs = w.lanes<uint32_t>(i.o[first + 2]);
@@ -150,8 +160,7 @@ Step shuffle(Warp& w, const Instruction& i, uint32_t mask) {
 enum Vote { kBallot, kVoteAny, kVoteAll };
 template <int kHow>
 Step vote(Warp& w, const Instruction& i, uint32_t mask) {
-  const uint32_t members = w.lanes<uint32_t>(i.o[2])[__builtin_ctz(mask)];
-  if (!converge(w, mask, members)) return Step::kJumped;
+  if (!converge_as_told(w, i.o[2], mask)) return Step::kJumped;
   const uint32_t said = w.predicate(i.o[1]) & mask;
   if (kHow == kBallot) {
     uint32_t* d = w.lanes<uint32_t>(i.o[0]);
@@ -165,8 +174,7 @@ Step vote(Warp& w, const Instruction& i, uint32_t mask) {
 }
 
 Step match_any(Warp& w, const Instruction& i, uint32_t mask) {
-  const uint32_t members = w.lanes<uint32_t>(i.o[2])[__builtin_ctz(mask)];
-  if (!converge(w, mask, members)) return Step::kJumped;
+  if (!converge_as_told(w, i.o[2], mask)) return Step::kJumped;
   uint32_t from[kLanes], *d = w.lanes<uint32_t>(i.o[0]);
   std::memcpy(from, w.lanes<uint32_t>(i.o[1]), sizeof(from));
   each(mask, [&](int lane) {
@@ -179,8 +187,7 @@ Step match_any(Warp& w, const Instruction& i, uint32_t mask) {
 
 template <auto kCombine>
 Step reduce(Warp& w, const Instruction& i, uint32_t mask) {
-  const uint32_t members = w.lanes<uint32_t>(i.o[2])[__builtin_ctz(mask)];
-  if (!converge(w, mask, members)) return Step::kJumped;
+  if (!converge_as_told(w, i.o[2], mask)) return Step::kJumped;
   uint32_t *a = w.lanes<uint32_t>(i.o[1]), *d = w.lanes<uint32_t>(i.o[0]);
   uint32_t all = a[__builtin_ctz(mask)];
   each(mask & (mask - 1), [&](int lane) { all = kCombine(all, a[lane]); });
@@ -189,8 +196,7 @@ Step reduce(Warp& w, const Instruction& i, uint32_t mask) {
 }
 
 Step elect(Warp& w, const Instruction& i, uint32_t mask) {
-  const uint32_t members = w.lanes<uint32_t>(i.o[2])[__builtin_ctz(mask)];
-  if (!converge(w, mask, members)) return Step::kJumped;
+  if (!converge_as_told(w, i.o[2], mask)) return Step::kJumped;
   const int leader = __builtin_ctz(mask);
   if (i.o[0].kind != Operand::kNone) each(mask, [&](int lane) { w.lanes<uint32_t>(i.o[0])[lane] = leader; });
   uint32_t& p = *w.lanes<uint32_t>(i.o[1]);
@@ -280,18 +286,10 @@ Handler control(const Words& words, Instruction& i) {
   if (op == "ret" || op == "exit") return leave;
   if (op == "trap") return trap;
   if (op == "nanosleep") return rest;
-  if (op == "membar" || (op == "fence" && (second == "sc" || second == "acq_rel" || second == "acquire" || second == "release")))
-    return last == "cta" ? fence_of_block : fence;
-  if (op == "setmaxnreg" || op == "fence" || op == "prefetch" || op == "createpolicy" || op == "discard") return nothing;
-  if ((op == "bar" || op == "barrier") && second == "warp") return warp_barrier;
-  if (op == "bar" || op == "barrier") {
-    const std::string what = second == "cta" ? third : second;
-    if (what == "sync") return barrier;
-    if (what == "arrive") return i.kind = kArrive, barrier;
-    const bool has = std::find(words.begin(), words.end(), "or") != words.end(), every = std::find(words.begin(), words.end(), "and") != words.end();
-    if (what == "red" && (has || every)) return i.kind = has ? kAny : kEvery, barrier;
-    return nullptr;
-  }
+  if (op == "membar" || (op == "fence" && (second == "sc" || second == "acq_rel"))) return last == "cta" ? fence_of_block : fence;
+  if (op == "setmaxnreg" || op == "fence" || op == "prefetch") return nothing;
+  if (op == "bar" && second == "warp") return warp_barrier;
+  if (op == "bar") return i.kind = second == "sync" ? kSync : second == "arrive" ? kArrive : third == "or" ? kAny : kEvery, barrier;
   if (op == "griddepcontrol") return second == "wait" ? wait_for_grid : let_in;
   if (op == "shfl") return third == "up" ? shuffle<kUp> : third == "down" ? shuffle<kDown> : third == "bfly" ? shuffle<kButterfly> : shuffle<kIndex>;
   if (op == "vote") return third == "ballot" ? vote<kBallot> : third == "any" ? vote<kVoteAny> : third == "all" ? vote<kVoteAll> : nullptr;

@@ -54,7 +54,7 @@ Step generic_to_shared(Warp& w, const Instruction& i, uint32_t mask) {
 }
 
 Step copy_predicate(Warp& w, const Instruction& i, uint32_t mask) {
-  const uint32_t from = i.o[1].kind == Operand::kPredicate ? w.predicate(i.o[1]) : *w.lanes<uint32_t>(i.o[1]) ? kAll : 0;
+  const uint32_t from = w.predicate(i.o[1]);
   uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
   p = (p & ~mask) | (from & mask);
   return Step::kNext;

@@ -66,9 +66,9 @@ class EmulatorError(RuntimeError):
 def library() -> ctypes.PyDLL:
     module, texts = built()
     lib = ctypes.PyDLL(str(module))  # holds the GIL: the emulator is one, ranks are threads of this process
-    for name in ("emulator_launches", "emulator_instructions"):
+    for name in ("emulator_ran", "emulator_instructions"):
         getattr(lib, name).restype = ctypes.c_uint64
-    for name in ("emulator_error", "emulator_take", "emulator_reports"):
+    for name in ("emulator_error", "emulator_take", "emulator_reports", "emulator_forms"):
         getattr(lib, name).restype = ctypes.c_char_p
     lib.emulator_launch.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
     for name in ("emulator_allow", "emulator_unwritten", "emulator_written"):
@@ -240,8 +240,10 @@ def taken() -> list[Launch]:
 
 
 def ran(part: str) -> int:
-    """Launches of kernels in whose names this is, since the last `emulated()` began."""
-    return sum(library().emulator_launches(name.encode()) for name in ptx() if part in name)
+    """Launches that ran, not those that were only `taken`, of kernels in whose names this is, since the last
+    `emulated()` began. What was launched runs now."""
+    run()
+    return sum(library().emulator_ran(name.encode()) for name in ptx() if part in name)
 
 
 def _caches() -> list:

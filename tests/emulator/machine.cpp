@@ -10,6 +10,8 @@ Machine machine;
 
 namespace {
 
+static_assert(kMostWarps <= 8 * sizeof(Block::parked));
+
 constexpr uint32_t kRestsOneIn[] = {16, 512, 1 << 20};  // looks, by the seed
 constexpr uint32_t kLongestRest = 4096;                  // turns
 constexpr uint64_t kLongestSleep = 5000;               // instructions by which time goes on while all sleep
@@ -100,7 +102,6 @@ int Machine::blocks_that_fit(uint32_t threads, uint32_t shared) const {
 void Machine::launch(int card, std::unique_ptr<Grid> grid) {
   while (static_cast<int>(cards_.size()) <= card) cards_.emplace_back();
   for (Card& one : cards_) one.multiprocessors.resize(choices_.multiprocessors);
-  ++ran[grid->kernel->name];
   grid->number = uint64_t{grid->blocks[0]} * grid->blocks[1] * grid->blocks[2];
   auto& stream = cards_[card].stream;
   grid->before = stream.empty() ? nullptr : stream.back().get();
@@ -122,7 +123,7 @@ std::vector<const Grid*> Machine::waiting() const {
 }
 
 void Machine::look_up(uint64_t at, uint32_t bytes, bool writes) {
-  if (!choices_.checks_memory || allowed_.empty()) return;
+  if (!choices_.checks_memory) return;
   auto found = allowed_.upper_bound(at);
   while (found != allowed_.begin()) {
     --found;
@@ -167,6 +168,7 @@ bool Machine::place(int number_of_card, Grid& grid) {
     m.shared += shared, m.threads += padded, m.blocks += 1;
     auto block = std::make_unique<Block>();
     if (weak.on) block->stores = weak.begin(grid, padded);
+    if (grid.begun == 0) ++ran[grid.kernel->name];
     const uint64_t number = grid.begun++;
     block->grid = &grid, block->multiprocessor = static_cast<int>(which);
     block->x = number % grid.blocks[0], block->y = number / grid.blocks[0] % grid.blocks[1], block->z = number / grid.blocks[0] / grid.blocks[1];

@@ -22,6 +22,7 @@
 namespace emulator {
 
 constexpr int kLanes = 32;
+constexpr uint32_t kMostThreads = 1024, kMostWarps = kMostThreads / kLanes;  // of a block
 constexpr uint32_t kAll = 0xffffffffu;
 
 [[noreturn]] inline void fail(const std::string& text) { throw std::runtime_error(text); }
@@ -83,7 +84,7 @@ struct Kernel {
     uint32_t at;
   };
   std::vector<Special> specials;  // registers that a warp begins with
-  uint32_t max_threads = 1024, min_blocks = 1;
+  uint32_t max_threads = kMostThreads, required_threads = 0;  // 0: any number
 
   uint32_t place(Operand::Kind kind);  // of a new register
 };
@@ -257,7 +258,7 @@ class Machine {
   uint64_t clock() const { return instructions_; }
 
   uint64_t most_instructions = 0;  // of one run: a wait for what never comes is ended
-  std::map<std::string, uint64_t> ran;  // launches by kernel
+  std::map<std::string, uint64_t> ran;  // launches of which a block has begun, by kernel
 
  private:
   void look_up(uint64_t at, uint32_t bytes, bool writes);
@@ -291,14 +292,18 @@ extern Machine machine;
 std::vector<std::unique_ptr<Kernel>> parse(const std::string& ptx);
 void pack_registers(Kernel& kernel);
 
-// An opcode's handler, or null; `words`: its name's parts
+// forms.cpp: the names of instructions that are known, each with what operands it may have; and whether these are some of them
 using Words = std::vector<std::string>;
+const std::map<std::string, Words>& forms();
+bool is_form(const std::string& name, const std::string& operands);
+
+// An opcode's handler, or null; `words`: its name's parts
 Handler arithmetic(const Words& words, Instruction& instruction);
 Handler floats_by_mode(const Words& words);  // of f32, by rounding, flushing and saturation
 Handler moves(const Words& words, const Instruction& instruction);
 Handler memory(const Words& words, Instruction& instruction);
 Handler control(const Words& words, Instruction& instruction);
-Handler products(const Words& words, Instruction& instruction);
+Handler products(const Words& words);
 bool converge(Warp& warp, uint32_t& mask, uint32_t members);  // lanes that an instruction needs together; false: the group waits for them
 
 bool release_in_parts(Warp& warp, uint32_t mask);  // of weak memory; false: others have their turn, then again

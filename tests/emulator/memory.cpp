@@ -8,7 +8,7 @@ namespace emulator {
 namespace {
 
 bool has(const Words& words, const char* word) { return std::find(words.begin(), words.end(), word) != words.end(); }
-bool is_shared(const Words& words) { return has(words, "shared") || has(words, "shared::cta"); }
+bool is_shared(const Words& words) { return has(words, "shared"); }
 
 template <class T>
 void move(void* to, const void* from, size_t count) {  // 1, 2 or 4, without a call of memcpy
@@ -30,12 +30,11 @@ enum Space { kGlobal, kShared, kParameter };
 // Of global memory, and whether it is weak
 uint8_t order_of(const Words& words) {
   uint8_t order = 0;
-  const bool is_of_block = has(words, "cta");
   for (const std::string& word : words) {
-    if (word == "relaxed" || word == "volatile" || word == "mmio") order |= is_of_block ? 0 : kCoherent;
-    if (word == "acquire" || word == "acq_rel") order |= is_of_block ? 0 : kCoherent | kAcquires;
-    if (word == "release" || word == "acq_rel") order |= is_of_block ? 0 : kReleases;
-    if (word == "cg" || word == "cv") order |= kFromL2;
+    if (word == "relaxed") order |= kCoherent;
+    if (word == "acquire" || word == "acq_rel") order |= kCoherent | kAcquires;
+    if (word == "release" || word == "acq_rel") order |= kReleases;
+    if (word == "cg") order |= kFromL2;
     if (word == "nc") order |= kReadOnly;
   }
   return order;
@@ -114,7 +113,7 @@ Handler store_of(const std::string& type) {
   return bytes == 1 ? store<uint8_t, kSpace> : bytes == 2 ? store<uint16_t, kSpace> : bytes == 4 ? store<uint32_t, kSpace> : store<uint64_t, kSpace>;
 }
 
-enum Operation { kAdd, kMost, kLeast, kOr, kAnd, kExchange, kCompare, kIncrement, kAddFloat, kMostSigned, kLeastSigned };
+enum Operation { kAdd, kMost, kLeast, kOr, kAnd, kExchange, kCompare, kMostSigned, kLeastSigned };
 template <class T>
 T changed(int how, T old, T a, T b) {
   switch (how) {
@@ -125,18 +124,8 @@ T changed(int how, T old, T a, T b) {
     case kAnd: return old & a;
     case kExchange: return a;
     case kCompare: return old == a ? b : old;
-    case kIncrement: return old >= a ? 0 : old + 1;
     case kMostSigned: return static_cast<T>(std::max(static_cast<std::make_signed_t<T>>(old), static_cast<std::make_signed_t<T>>(a)));
-    case kLeastSigned: return static_cast<T>(std::min(static_cast<std::make_signed_t<T>>(old), static_cast<std::make_signed_t<T>>(a)));
-    default: {
-      float x, y;
-      const uint32_t from = static_cast<uint32_t>(old), with = static_cast<uint32_t>(a);
-      std::memcpy(&x, &from, 4), std::memcpy(&y, &with, 4);
-      x += y;
-      uint32_t out;
-      std::memcpy(&out, &x, 4);
-      return static_cast<T>(out);
-    }
+    default: return static_cast<T>(std::min(static_cast<std::make_signed_t<T>>(old), static_cast<std::make_signed_t<T>>(a)));  // kLeastSigned
   }
 }
 template <class T, bool kIsShared, bool kTells>
@@ -164,14 +153,13 @@ Handler atomic_of(const Words& words, Instruction& i) {
   const bool tells = words[0] == "atom", shared = is_shared(words), is_signed = type[0] == 's';
   i.kind = -1;
   for (const std::string& word : words) {
-    if (word == "add") i.kind = type == "f32" ? kAddFloat : kAdd;
+    if (word == "add") i.kind = kAdd;
     if (word == "max") i.kind = is_signed ? kMostSigned : kMost;
     if (word == "min") i.kind = is_signed ? kLeastSigned : kLeast;
     if (word == "or") i.kind = kOr;
     if (word == "and") i.kind = kAnd;
     if (word == "exch") i.kind = kExchange;
     if (word == "cas") i.kind = kCompare;
-    if (word == "inc") i.kind = kIncrement;
   }
   if (i.kind < 0) return nullptr;
   if (bytes_of(type) == 8)
@@ -221,13 +209,17 @@ Step matrices(Warp& w, const Instruction& i, uint32_t mask) {
 
 struct Counter {
   uint64_t word;
-  static constexpr int kMissing = 1, kCount = 21, kBytes = 41;
+  static constexpr int kMissing = 1, kCount = 21, kBytes = 41, kMostBytes = (1 << 20) - 1;
   uint32_t phase() const { return word & 1; }
   uint32_t missing() const { return word >> kMissing & 0xfffff; }
   uint32_t count() const { return word >> kCount & 0xfffff; }
   int32_t bytes() const { return static_cast<int32_t>(static_cast<int64_t>(word) >> kBytes); }
   void set(uint32_t phase, uint32_t missing, uint32_t count, int32_t bytes) {
     word = phase | uint64_t{missing} << kMissing | uint64_t{count} << kCount | static_cast<uint64_t>(static_cast<int64_t>(bytes)) << kBytes;
+  }
+  void expect(int32_t more) {
+    if (std::abs(bytes() + more) > kMostBytes) fail("more bytes under way than an mbarrier counts");
+    set(phase(), missing(), count(), bytes() + more);
   }
   void advance() {
     if (missing() == 0 && bytes() == 0) set(phase() ^ 1, count(), count(), 0);
@@ -240,7 +232,7 @@ Counter& counter_at(Block& block, uint64_t at) {
 }
 void expect_bytes(Block& block, uint64_t at, int32_t bytes) {
   Counter& c = counter_at(block, at);
-  c.set(c.phase(), c.missing(), c.count(), c.bytes() + bytes);
+  c.expect(bytes);
   c.advance();
   if (watch.on) watch.has_phase(block, at, c.phase());
 }
@@ -262,15 +254,14 @@ Step init_counter(Warp& w, const Instruction& i, uint32_t mask) {
   });
   return Step::kNext;
 }
-// o: [state,] [count or bytes]
+// o: state, which nobody can ask for [, count or bytes]
 template <bool kExpects>
 Step arrive_at(Warp& w, const Instruction& i, uint32_t mask) {
-  const size_t first = i.kind;  // 1: a state is told, which only test_wait without parity reads
   each(mask, [&](int l) {
     const uint64_t at = address_of(w, i.address, l);
-    const bool counts = i.o.size() > first;
-    const uint32_t said = counts ? static_cast<uint32_t>(lane_of(w, i.o[first], l)) : 1;
-    if (i.kind) set_lane(w, i.o[0], l, counter_at(*w.block, at).word);
+    const bool counts = i.o.size() > 1;
+    const uint32_t said = counts ? static_cast<uint32_t>(lane_of(w, i.o[1], l)) : 1;
+    set_lane(w, i.o[0], l, counter_at(*w.block, at).word);
     if (weak.on) weak.arrive(*w.block->stores, w.thread(l), w.block->stores->counters[at]);
     if (watch.on) {
       Knowledge known;
@@ -279,15 +270,11 @@ Step arrive_at(Warp& w, const Instruction& i, uint32_t mask) {
       watch.arrives(*w.block, at, known);
     }
     if (kExpects) {
-      Counter& c = counter_at(*w.block, at);
-      c.set(c.phase(), c.missing(), c.count(), c.bytes() + static_cast<int32_t>(said));
+      if (said > Counter::kMostBytes) fail("an mbarrier expects " + std::to_string(said) + " bytes");
+      counter_at(*w.block, at).expect(static_cast<int32_t>(said));
     }
     arrive(*w.block, at, kExpects ? 1 : said);
   });
-  return Step::kNext;
-}
-Step expect_at(Warp& w, const Instruction& i, uint32_t mask) {
-  each(mask, [&](int l) { expect_bytes(*w.block, address_of(w, i.address, l), static_cast<int32_t>(lane_of(w, i.o[0], l))); });
   return Step::kNext;
 }
 // o: p, parity
@@ -319,26 +306,23 @@ Step look_at(Warp& w, const Instruction& i, uint32_t mask) {
 Handler counters(const Words& words, Instruction& i) {
   const std::string& second = words[1];
   if (second == "init") return init_counter;
-  if (second == "inval") return [](Warp&, const Instruction&, uint32_t) { return Step::kNext; };
-  if (second == "expect_tx") return expect_at;
-  if (second == "try_wait") return has(words, "parity") ? look_at<true> : nullptr;
-  if (second == "test_wait") return has(words, "parity") ? look_at<false> : nullptr;
+  if (second == "try_wait") return look_at<true>;
+  if (second == "test_wait") return look_at<false>;
   if (second != "arrive") return nullptr;
-  const std::string text = i.text.substr(i.text.find("mbarrier"));
-  const size_t space = text.find_first_of(" \t"), word = text.find_first_not_of(" \t", space);
-  i.kind = text[word] == '[' ? 0 : 1;
   return has(words, "expect_tx") ? arrive_at<true> : arrive_at<false>;
 }
 
 // ---- asynchronous copies: [to], [from], bytes [, bytes that are read; the rest is zeros]
 
+enum : int { kOfAny, kOf16 };
 Step copy_async(Warp& w, const Instruction& i, uint32_t mask) {
   each(mask, [&](int l) {
     Copy copy;
     copy.kind = Copy::kBytes;
-    copy.bytes = static_cast<uint8_t>(lane_of(w, i.o[0], l));
-    const uint64_t read = i.o.size() > 1 ? lane_of(w, i.o[1], l) : copy.bytes;
-    if (read > copy.bytes) fail("a copy reads more than it writes");
+    const uint64_t bytes = lane_of(w, i.o[0], l), read = i.o.size() > 1 ? lane_of(w, i.o[1], l) : bytes;
+    if (bytes != 16 && (i.kind == kOf16 || (bytes != 4 && bytes != 8))) fail("a copy of " + std::to_string(bytes) + " bytes");
+    if (read > bytes) fail("a copy reads more than it writes");
+    copy.bytes = static_cast<uint8_t>(bytes);
     copy.read = static_cast<uint8_t>(read);
     copy.lanes = 1u << l;
     copy.to = static_cast<uint32_t>(address_of(w, i.address, l));
@@ -398,15 +382,14 @@ Step copy_in_bulk(Warp& w, const Instruction& i, uint32_t mask) {
   return Step::kNext;
 }
 
-Handler copies(const Words& words) {
-  if (words[1] != "async") return nullptr;
+Handler copies(const Words& words, Instruction& i) {
   const std::string& third = words[2];
   if (third == "commit_group") return close_group;
   if (third == "wait_group") return wait_group;
   if (third == "wait_all") return wait_all;
   if (third == "mbarrier") return arrive_after_copies;
-  if (third == "bulk") return has(words, "mbarrier::complete_tx::bytes") && has(words, "global") ? copy_in_bulk : nullptr;
-  return third == "ca" || third == "cg" ? copy_async : nullptr;
+  if (third == "bulk") return copy_in_bulk;
+  return i.kind = third == "cg" ? kOf16 : kOfAny, copy_async;
 }
 
 }  // namespace
@@ -453,14 +436,13 @@ void copy_bulk(Block& block, size_t which) {
 Handler memory(const Words& words, Instruction& i) {
   const std::string &op = words[0], &type = words.back();
   i.order = order_of(words);
-  if ((op == "ld" || op == "st") && (i.o.size() == 3 || i.o.size() > 4)) return nullptr;
   if (op == "ld") return has(words, "param") ? load_of<kParameter>(type) : is_shared(words) ? load_of<kShared>(type) : load_of<kGlobal>(type);
   if (op == "st") return is_shared(words) ? store_of<kShared>(type) : store_of<kGlobal>(type);
   if (op == "atom" || op == "red") return atomic_of(words, i);
-  if (op == "ldmatrix") return type != "b16" ? nullptr : has(words, "trans") ? matrices<true, false> : matrices<false, false>;
-  if (op == "stmatrix") return type != "b16" ? nullptr : has(words, "trans") ? matrices<true, true> : matrices<false, true>;
+  if (op == "ldmatrix") return has(words, "trans") ? matrices<true, false> : matrices<false, false>;
+  if (op == "stmatrix") return has(words, "trans") ? matrices<true, true> : matrices<false, true>;
   if (op == "mbarrier") return counters(words, i);
-  if (op == "cp") return copies(words);
+  if (op == "cp") return copies(words, i);
   return nullptr;
 }
 

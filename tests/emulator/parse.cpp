@@ -1,5 +1,7 @@
 // Text of PTX to kernels.
 #include <cctype>
+#include <cerrno>
+#include <cstdlib>
 #include <set>
 
 #include "machine.h"
@@ -138,8 +140,7 @@ class Parser {
     kernel->name = trimmed(until("("));
     for (const std::string& parameter : split(until(")"), ',')) add_parameter(parameter);
     const std::string limits = until("{");
-    kernel->max_threads = std::max(number_behind(limits, ".maxntid", 0), number_behind(limits, ".reqntid", 0));
-    kernel->min_blocks = number_behind(limits, ".minnctapersm", 1);
+    add_limits(*kernel, limits);
     while (skip(), !scopes_.empty()) {
       if (at_ >= text_.size()) fail("the text ends within " + kernel->name);
       if (text_[at_] == '{') {
@@ -163,6 +164,21 @@ class Parser {
     kernel->code.push_back(end);
     pack_registers(*kernel);
     return kernel;
+  }
+
+  // `.maxntid 32, 4`, `.reqntid 128`, `.minnctapersm 2`
+  static void add_limits(Kernel& kernel, const std::string& text) {
+    for (const std::string& one : split(trimmed(text), '.')) {
+      if (one.empty()) continue;
+      const size_t space = one.find_first_of(" \t");
+      const std::string name = one.substr(0, space);
+      if (name == "minnctapersm" || name == "maxnreg") continue;
+      if (name != "maxntid" && name != "reqntid") fail("a directive that is not known: ." + one + " of " + kernel.name);
+      uint64_t threads = 1;
+      for (const std::string& number : split(one.substr(space), ',')) threads *= std::stoul(number);
+      kernel.max_threads = static_cast<uint32_t>(std::min<uint64_t>(kernel.max_threads, threads));
+      if (name == "reqntid") kernel.required_threads = static_cast<uint32_t>(threads);
+    }
   }
 
   void add_parameter(const std::string& text) {  // `.param .align 8 .b8 name[304]`, `.param .u64 .ptr .global .align 1 name`
@@ -214,6 +230,7 @@ class Parser {
   void registers(const std::string& text) {  // `.b32 %r<12>`, `.pred p, q`
     const size_t space = text.find_first_of(" \t");
     const std::string type = text.substr(1, space - 1);
+    if (type != "pred" && bytes_of(type) > 8) fail("registers that are not known: " + text);
     const Operand::Kind kind = type == "pred" ? Operand::kPredicate : bytes_of(type) == 8 ? Operand::k64 : Operand::k32;
     for (const std::string& name : split(text.substr(space), ',')) {
       const size_t angle = name.find('<');
@@ -261,6 +278,12 @@ class Parser {
     return constants_[key] = o;
   }
 
+  Operand truth(bool is_so) {
+    Operand out = constant(is_so ? kAll : 0, Operand::k32);
+    out.kind = Operand::kPredicate;
+    return out;
+  }
+
   Operand special_register(int what, Operand::Kind kind) {
     for (const auto& [known, at] : kernel_->specials)
       if (known == what) {
@@ -290,20 +313,30 @@ class Parser {
     return false;
   }
 
+  static uint64_t whole(const std::string& text, const std::string& digits, int base) {
+    if (digits.compare(0, 2, "0b") == 0) return whole(text, digits.substr(2), 2);
+    char* end = nullptr;
+    errno = 0;
+    const uint64_t value = std::strtoull(digits.c_str(), &end, base);
+    if (errno || *end || digits.empty()) fail("a number that is not known: " + text);
+    return value;
+  }
   static bool number(const std::string& text, bool is_wide, bool is_float, uint64_t& out) {
-    if (text.compare(0, 2, "0f") == 0 || text.compare(0, 2, "0F") == 0) return out = std::stoull(text.substr(2), nullptr, 16), true;
-    if (text.compare(0, 2, "0d") == 0 || text.compare(0, 2, "0D") == 0) return out = std::stoull(text.substr(2), nullptr, 16), true;
+    const std::string begin = text.substr(0, 2);
+    if ((begin == "0f" || begin == "0F") && text.size() == 10) return out = whole(text, text.substr(2), 16), true;
     const bool is_negative = text[0] == '-';
     const std::string digits = text.substr(is_negative);
     if (digits.empty() || !std::isdigit(static_cast<unsigned char>(digits[0]))) return false;
     if (is_float) {
-      const float value = std::stof(text);
+      char* end = nullptr;
+      const float value = std::strtof(text.c_str(), &end);
+      if (*end) fail("a number that is not known: " + text);
       uint32_t bits;
       std::memcpy(&bits, &value, 4);
       return out = bits, true;
     }
-    const std::string plain = digits.back() == 'U' ? digits.substr(0, digits.size() - 1) : digits;
-    out = std::stoull(plain, nullptr, 0);
+    out = whole(text, digits.back() == 'U' ? digits.substr(0, digits.size() - 1) : digits, 0);
+    if (!is_wide && out > kAll) fail("a number of more than 32 bits: " + text);
     if (is_negative) out = -out;
     if (!is_wide) out &= kAll;
     return true;
@@ -318,7 +351,7 @@ class Parser {
       return out;
     }
     if (text == "_") return out;
-    if (text == "true" || text == "false") return constant(text == "true" ? kAll : 0, Operand::k32);
+    if (text == "true" || text == "false") return truth(text == "true");
     for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
       if (const auto found = scope->registers.find(text); found != scope->registers.end()) return found->second;
     }
@@ -356,48 +389,69 @@ class Parser {
       rest = trimmed(rest.substr(space));
     }
     const size_t space = rest.find_first_of(" \t");
-    Words words = dotted(rest.substr(0, space));
+    std::string name = rest.substr(0, space);
     Words operands = space == std::string::npos ? Words{} : split(rest.substr(space), ',');
-    if (operands.size() == 2 && (operands[1] == "%globaltimer" || operands[1].compare(0, 6, "%clock") == 0)) {
-      words = {"clock", words.back()};
+    if (operands.size() == 2 && (operands[1] == "%globaltimer" || operands[1] == "%clock" || operands[1] == "%clock64")) {
+      name = "clock" + name.substr(std::min(name.find('.'), name.size()));
       operands.pop_back();
     }
+    const Words words = dotted(name);
+    std::string shape;  // of the operands, as in forms.cpp
+    if (forms().count(name) == 0) fail("line " + std::to_string(line) + ": an instruction that is not known: " + text);
     if (words[0] == "bra") {
+      if (operands.size() != 1) fail("line " + std::to_string(line) + ": an instruction that is not known: " + text);
       jumps_.emplace_back(kernel_->code.size(), label(operands[0], false));
     } else {
       const std::string& type = words.back();
       const bool is_wide = type == "u64" || type == "s64" || type == "b64" || type == "f32x2";
       const bool is_float = type == "f32";
-      for (size_t i = 0; i < operands.size(); ++i) add_operand(made, words, operands[i], is_wide, is_float, i);
+      for (size_t i = 0; i < operands.size(); ++i) shape += add_operand(made, words, operands[i], is_wide, is_float, i);
     }
+    if (!is_form(name, shape)) fail("line " + std::to_string(line) + ": operands that are not known (" + shape + "): " + text);
     made.run = control(words, made);
     if (!made.run) made.run = memory(words, made);
-    if (!made.run) made.run = products(words, made);
+    if (!made.run) made.run = products(words);
     if (!made.run) made.run = arithmetic(words, made);
-    if (!made.run) fail("line " + std::to_string(line) + ": an instruction that is not known: " + text);
-    check_widths(made, words);
+    if (!made.run) fail("line " + std::to_string(line) + ": an instruction that nothing does: " + text);
     made.ends = words[0] == "ret" || words[0] == "exit";
     if (always_writes(words)) made.written = made.count;
     kernel_->code.push_back(std::move(made));
   }
 
-  void add_operand(Instruction& made, const Words& words, const std::string& text, bool is_wide, bool is_float, size_t place_of_it) {
+  // The operand's shape, as in forms.cpp
+  std::string add_operand(Instruction& made, const Words& words, const std::string& text, bool is_wide, bool is_float, size_t place_of_it) {
     const size_t before = made.o.size();
+    std::string shape;
+    const auto add = [&](const std::string& one, bool wide) {
+      uint64_t value = 0;
+      const bool is_truth = words[0] == "mov" && words.back() == "pred" && number(one, false, false, value);
+      made.o.push_back(is_truth ? truth(value != 0) : operand(one, wide, is_float));
+      const Operand::Kind kind = made.o.back().kind;
+      if (made.o.back().negated && (kind != Operand::kPredicate || place_of_it == 0))
+        fail("what is negated is no predicate that is read: " + made.text);
+      shape += kind == Operand::kNone ? '_' : kind == Operand::kPredicate ? 'p' : kind == Operand::k64 ? 'd' : 'r';
+    };
     if (text[0] == '[') {
+      if (made.brackets == 3) fail("more addresses than are known: " + made.text);
       (made.brackets == 0 ? made.address : made.brackets == 1 ? made.from : made.third) = address(text);
       ++made.brackets;
+      shape = "m";
     } else if (text[0] == '{') {
-      for (const std::string& one : split(text.substr(1, text.size() - 2), ',')) made.o.push_back(operand(one, is_wide, is_float));
+      shape = "{";
+      for (const std::string& one : split(text.substr(1, text.size() - 2), ',')) add(one, is_wide && words[0] != "mov");
+      shape += "}";
     } else if (const size_t bar = text.find('|'); bar != std::string::npos) {
-      made.o.push_back(operand(trimmed(text.substr(0, bar)), is_wide, is_float));
-      made.o.push_back(operand(trimmed(text.substr(bar + 1)), is_wide, is_float));
+      add(trimmed(text.substr(0, bar)), is_wide);
+      shape += "|";
+      add(trimmed(text.substr(bar + 1)), is_wide);
     } else {
       const bool is_shift = (words[0] == "shl" || words[0] == "shr") && place_of_it == 2;
-      const bool is_narrow = (words[0] == "mul" || words[0] == "mad") && words[1] == "wide" && place_of_it < 3;
-      const bool is_count = words[0] == "mbarrier" || words[0] == "bfe" || words[0] == "bfi";
-      made.o.push_back(operand(text, is_wide && !is_shift && !is_narrow && !(is_count && place_of_it > 0), is_float));
+      const bool is_wide_sum = words[0] == "mad" && words[1] == "wide" && place_of_it == 3 && bytes_of(words.back()) == 4;
+      const bool is_count = words[0] == "mbarrier" && place_of_it > 0;
+      add(text, is_wide_sum || (is_wide && !is_shift && !is_count));
     }
     if (place_of_it == 0) made.count = static_cast<int32_t>(made.o.size() - before);
+    return shape;
   }
 
   // Whether its first operand is written in every lane that comes to it; of what is not known here that is not assumed.
@@ -409,21 +463,6 @@ class Parser {
                                                  "cos", "tanh", "shfl",     "vote", "match", "redux", "atom",  "clock", "activemask", "elect"};
     return kThese.count(words[0]) || (words[0] == "mbarrier" && (words[1] == "try_wait" || words[1] == "test_wait"));
   }
-  // Lanes are read by the width of a type, so a register of another width would be read wrongly.
-  void check_widths(const Instruction& made, const Words& words) {
-    static const std::set<std::string> kPlain = {"add", "sub", "mul", "mad", "fma", "min",  "max",  "and", "or", "xor",
-                                                 "not", "neg", "abs", "shl", "shr", "selp", "setp", "div", "rem"};
-    if (!kPlain.count(words[0]) || words[1] == "wide") return;
-    const std::string& type = words.back();
-    if (type == "pred") return;
-    const Operand::Kind expected = bytes_of(type) == 8 ? Operand::k64 : Operand::k32;
-    const size_t end = words[0] == "shl" || words[0] == "shr" ? 2 : words[0] == "selp" ? 3 : made.o.size();
-    for (size_t i = 0; i < end; ++i) {
-      if (made.o[i].kind != expected && made.o[i].kind != Operand::kPredicate && made.o[i].kind != Operand::kNone)
-        fail("an operand of another width than the type's: " + made.text);
-    }
-  }
-
   std::string text_;
   size_t at_ = 0;
   int line_ = 1, scope_number_ = 0;

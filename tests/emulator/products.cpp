@@ -13,7 +13,7 @@ namespace {
 
 bool has(const Words& words, const char* word) { return std::find(words.begin(), words.end(), word) != words.end(); }
 
-constexpr int kRows = 16, kColumns = 8;
+constexpr int kRows = 16, kColumns = 8, kWordsOfA = 4;
 
 constexpr int kMostDepth = 32;
 
@@ -31,15 +31,15 @@ auto numbers_of(Warp& w, const Operand& o) {
 }
 
 template <class N, int kBits, class OfB = N>
-void read(Warp& w, const Instruction& i, int words_of_a, Fragments& f) {
+void read(Warp& w, const Instruction& i, Fragments& f) {
   constexpr int kRun = 4 * 32 / kBits;
-  for (int r = 0; r < words_of_a; ++r) {
+  for (int r = 0; r < kWordsOfA; ++r) {
     const auto numbers = numbers_of<kBits>(w, i.o[4 + r]);
     for (int row = 0; row < 8; ++row)
       for (int k = 0; k < kRun; ++k) f.a[row + r % 2 * 8][r / 2 * kRun + k] = N::value(numbers[row * kRun + k]);
   }
-  for (int r = 0; r < words_of_a / 2; ++r) {
-    const auto numbers = numbers_of<kBits>(w, i.o[4 + words_of_a + r]);
+  for (int r = 0; r < kWordsOfA / 2; ++r) {
+    const auto numbers = numbers_of<kBits>(w, i.o[4 + kWordsOfA + r]);
     for (int k = 0; k < kRun; ++k)
       for (int column = 0; column < kColumns; ++column) f.b[r * kRun + k][column] = OfB::value(numbers[column * kRun + k]);
   }
@@ -56,7 +56,7 @@ Half added(Half sum, Half b, double a) {
 #endif
 }
 
-void multiply(Warp& w, const Instruction& i, int first_c, int depth, const Fragments& f, const float* a_scale, const float* b_scale) {
+void multiply(Warp& w, const Instruction& i, int depth, const Fragments& f, const float* a_scale, const float* b_scale) {
   double sums[kRows][kColumns];
   constexpr int kTogether = 4;  // rows, whose additions do not wait for each other
   for (int first = 0; first < kRows; first += kTogether) {
@@ -74,19 +74,19 @@ void multiply(Warp& w, const Instruction& i, int first_c, int depth, const Fragm
   }
   float out[4][kLanes];
   for (int j = 0; j < 4; ++j) {
-    const float* c = w.lanes<float>(i.o[first_c + j]);
+    const float* c = w.lanes<float>(i.o[4 + kWordsOfA + kWordsOfA / 2 + j]);
     for (int l = 0; l < kLanes; ++l) out[j][l] = static_cast<float>(sums[l / 4 + j / 2 * 8][l % 4 * 2 + j % 2] + c[l]);
   }
   for (int j = 0; j < 4; ++j) std::memcpy(w.lanes<float>(i.o[j]), out[j], sizeof(out[j]));
 }
 
-template <class N, int kBits, int kWordsOfA>
+template <class N, int kBits>
 Step mma(Warp& w, const Instruction& i, uint32_t mask) {
   if (!converge(w, mask, kAll)) return Step::kJumped;
   if (mask != kAll) fail("a product of a part of the warp");
   Fragments f;
-  read<N, kBits>(w, i, kWordsOfA, f);
-  multiply(w, i, 4 + kWordsOfA + kWordsOfA / 2, kWordsOfA / 2 * 4 * (32 / kBits), f, nullptr, nullptr);
+  read<N, kBits>(w, i, f);
+  multiply(w, i, kWordsOfA / 2 * 4 * (32 / kBits), f, nullptr, nullptr);
   return Step::kNext;
 }
 
@@ -108,33 +108,25 @@ Step mma_scaled(Warp& w, const Instruction& i, uint32_t mask) {
   if (!converge(w, mask, kAll)) return Step::kJumped;
   if (mask != kAll) fail("a product of a part of the warp");
   Fragments f;
-  read<OfA, 8, E4M3>(w, i, 4, f);
+  read<OfA, 8, E4M3>(w, i, f);
   const auto number = [&](int o) { return w.lanes<uint32_t>(i.o[o])[0] & 0xffff; };
   const uint32_t byte_a = number(15), lanes_a = number(16), byte_b = number(18), lane_b = number(19);
+  if (byte_a > 3 || lanes_a > 1 || byte_b > 3 || lane_b > 3) fail("a scale's byte or lanes, which there are not: " + i.text);
   float a[kRows], b[kColumns];
   for (int g = 0; g < 8; ++g) {
     for (int h = 0; h < 2; ++h) a[g + 8 * h] = power(w.lanes<uint32_t>(i.o[14])[g * 4 + lanes_a * 2 + h] >> (8 * byte_a) & 0xff);
     b[g] = power(w.lanes<uint32_t>(i.o[17])[g * 4 + lane_b] >> (8 * byte_b) & 0xff);
   }
-  multiply(w, i, 10, 32, f, a, b);
+  multiply(w, i, 32, f, a, b);
   return Step::kNext;
 }
 
 }  // namespace
 
-Handler products(const Words& words, Instruction& i) {
+Handler products(const Words& words) {
   if (words[0] != "mma") return nullptr;
-  if (has(words, "block_scale")) {
-    if (!has(words, "scale_vec::1X") || !has(words, "m16n8k32") || i.o.size() != 20) return nullptr;
-    if (std::count(words.begin(), words.end(), "e4m3") == 2) return mma_scaled<E4M3>;
-    const auto a = std::find(words.begin(), words.end(), "e2m1");
-    return a != words.end() && a + 1 != words.end() && std::string(a[1]) == "e4m3" ? mma_scaled<E2M1InAByte> : nullptr;
-  }
-  const size_t words_of_a = (i.o.size() - 8) * 2 / 3;
-  if (has(words, "bf16")) return words_of_a == 4 ? mma<BF16, 16, 4> : mma<BF16, 16, 2>;
-  if (has(words, "f16") && words.back() == "f32") return words_of_a == 4 ? mma<F16, 16, 4> : mma<F16, 16, 2>;
-  if (has(words, "e4m3")) return mma<E4M3, 8, 4>;
-  return nullptr;
+  if (has(words, "block_scale")) return has(words, "e2m1") ? mma_scaled<E2M1InAByte> : mma_scaled<E4M3>;
+  return has(words, "bf16") ? mma<BF16, 16> : has(words, "f16") ? mma<F16, 16> : mma<E4M3, 8>;
 }
 
 }  // namespace emulator

@@ -61,7 +61,10 @@ std::unique_ptr<Grid> grid_of(const Kernel& kernel, dim3 blocks, dim3 threads, s
   grid->kernel = &kernel;
   grid->blocks[0] = blocks.x, grid->blocks[1] = blocks.y, grid->blocks[2] = blocks.z;
   grid->threads = threads.x, grid->threads_y = threads.y, grid->threads_z = threads.z, grid->shared = static_cast<uint32_t>(shared);
-  if (uint64_t{threads.x} * threads.y * threads.z > (kernel.max_threads ? kernel.max_threads : 1024u)) fail("too many threads for " + kernel.name);
+  const uint64_t count = uint64_t{threads.x} * threads.y * threads.z;
+  if (count == 0 || count > std::min(kernel.max_threads, kMostThreads) || (kernel.required_threads && count != kernel.required_threads))
+    fail("a block of " + std::to_string(count) + " threads of " + kernel.name + ", which has at least 1 and at most " +
+         std::to_string(std::min(kernel.max_threads, kMostThreads)) + (kernel.required_threads ? ", and no other number" : ""));
   if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0) fail("a grid without blocks of " + kernel.name);
   grid->parameters.assign((kernel.parameter_bytes + 15) / 16 * 16, 0);
   return grid;
@@ -223,7 +226,18 @@ OURS void emulator_written(uint64_t at, uint64_t bytes) { watch.written(at, byte
 OURS const char* emulator_reports() { return watch.reports().c_str(); }
 OURS void emulator_forbid_all() { machine.forbid_all(); }
 OURS void emulator_forget_launches() { machine.ran.clear(); }
-OURS uint64_t emulator_launches(const char* name) { return machine.ran[name]; }
+OURS uint64_t emulator_ran(const char* name) { return machine.ran[name]; }  // launches that have begun
+// The names of instructions that are known, a line each.
+OURS const char* emulator_forms() {
+  static std::string lines;
+  lines.clear();
+  for (const auto& [name, operands] : forms()) {
+    lines += name;
+    for (const std::string& one : operands) lines += ' ' + (one.empty() ? "-" : one);
+    lines += '\n';
+  }
+  return lines.c_str();
+}
 // What was launched and did not run, a line each, and forgets it: kernel, blocks, threads, shared memory, is it cooperative, how many
 // blocks a multiprocessor holds.
 OURS const char* emulator_take() {

@@ -46,7 +46,7 @@ def test_a_failed_call_leaves_no_words():
     with emulated(multiprocessors=40):
         call = calls.compressed()
         good = [one.clone() for one in call()]
-        (name,) = [name for name in ptx() if library().emulator_launches(name.encode())]
+        (name,) = [name for name in ptx() if library().emulator_ran(name.encode())]
         arrives = "atom.acq_rel.gpu.global.add"
         before, after = ptx()[name].split(arrives)
         library().emulator_ptx(f"{before}{arrives}{after.replace(';', '; trap;', 1)}".encode())

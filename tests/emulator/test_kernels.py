@@ -341,6 +341,20 @@ def test_mxfp4_moe_of_few_rows(rows, ids, most_instructions, monkeypatch):
     assert same(found[:1], alone) and same(exact, by_expert) and ran("sorted_kernel") and ran("wide_kernel")
 
 
+@pytest.mark.parametrize("inter", [384, 512, 768, 1024, 1536, 2048, 3072])
+def test_mxfp4_moe_of_few_rows_of_each_size(inter):
+    """Each has kernels of its own for the second product; other tests have 256, which is one of eight cards'."""
+    shape = moe_spec.Shape(2, inter=inter, experts=1, topk=1)
+    given = moe_spec.make_inputs(shape, seed=inter, device="cpu").arguments()
+    one = given | {name: given[name][:1] for name in ("hidden", "topk_ids", "topk_weights")}
+    expected = moe_reference.mxfp4_moe(**given)
+    with emulated(seed=inter, multiprocessors=8, most_instructions=800):
+        for few, options in ((given, {}), (one, {}), (one, {"reproducible": True})):
+            found = mxfp4_moe.mxfp4_moe(**few, **options)
+            assert strict_error(found, expected[: len(found)]) < bounds.MXFP4_MOE.truth
+    assert ran("experts_kernel") and ran("down_sum_kernel")
+
+
 def test_wide_kernels_take_sizes_that_few_rows_do_not():
     shape = moe_spec.Shape(5, hidden=512, inter=896, experts=3, topk=2)
     inputs = moe_spec.make_inputs(shape, seed=5, device="cpu")

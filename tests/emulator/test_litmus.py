@@ -38,6 +38,33 @@ PROGRAMS = {
         {(1, 1)},
         (),
     ),
+    **{
+        f"a message, fenced by {fence}": (DATA + f"{fence};" + FLAG, POLL + f"{fence};" + LATER, {(1, 1)}, ())
+        for fence in ("membar.gl", "membar.sys", "fence.sc.gpu", "fence.acq_rel.sys")
+    },
+    "a message, stored with its release": (
+        DATA + FLAG.replace("relaxed", "release"),
+        POLL.replace("relaxed", "acquire") + LATER,
+        {(1, 1)},
+        (),
+    ),
+    "a message, exchanged": (
+        DATA + "atom.release.gpu.global.exch.b32 %r5, [%rd1+64], 1;",
+        POLL.replace("ld.relaxed.gpu.global.u32 %r3, [%rd1+64]", "atom.acquire.gpu.global.or.b32 %r3, [%rd1+64], 0")
+        + LATER,
+        {(1, 1)},
+        (),
+    ),
+    "a message, exchanged without an order": (
+        DATA + "atom.global.exch.b32 %r5, [%rd1+64], 1;",
+        POLL + FENCE + LATER,
+        {(1, 0), (1, 1)},
+        {(1, 0)},
+    ),
+    **{
+        f"a block's fence, {fence}": (DATA + f"{fence};" + FLAG, POLL + FENCE + LATER, {(1, 0), (1, 1)}, {(1, 0)})
+        for fence in ("membar.cta", "fence.sc.cta")
+    },
     "no fence of the writer": (DATA + FLAG, POLL + FENCE + LATER, {(1, 0), (1, 1)}, {(1, 0)}),
     "no fence of the reader": (DATA + FENCE + FLAG, POLL + LATER, {(1, 0), (1, 1)}, {(1, 0)}),
     "a fence of the block": (

@@ -103,7 +103,7 @@ def test_a_wait_that_is_left_out_is_noticed(case):
     with emulated(seed=0, multiprocessors=40):
         call = make()
         good = [one.clone() for one in call()]
-        launches = library().emulator_launches
+        launches = library().emulator_ran
         ran = {name: text for name, text in ptx().items() if re.search(part, name) and launches(name.encode())}
         with at_most(MOST_OF_RIGHT):
             assert not any(seen(call, good, seed) for seed in range(SCHEDULES)), "what is whole differs"

@@ -165,6 +165,145 @@ def test_small_programs(program):
             assert all(seen), "some schedules only"
 
 
+FLAGGED = """.visible .entry small(.param .u64 given)
+{
+.reg .pred %p<9>;
+.reg .b32 %r<9>;
+.reg .b64 %rd<9>;
+.shared .align 16 .b8 memory[8192];
+ld.param.u64 %rd1, [given];
+mov.u32 %r1, %tid.x;
+mad.wide.u32 %rd2, %r1, 16, %rd1;
+ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd2];
+setp.ne.u32 %p1, %r2, 0;
+setp.ne.u32 %p2, %r3, 0;
+setp.ne.u32 %p3, %r1, WAITER;
+shl.b32 %r6, %r1, 2;
+@!%p3 mbarrier.init.shared::cta.b64 [8184], COUNT;
+bar.sync 0;
+ACCESS
+@%p2 mbarrier.arrive.shared::cta.b64 _, [8184];
+@%p3 bra $done;
+$again:
+mbarrier.try_wait.parity.shared::cta.b64 %p4, [8184], 0;
+@!%p4 bra $again;
+WAITED
+$done:
+ret;
+}
+"""
+READERS = "@%p1 ld.shared.u32 %r7, [4096];", "st.shared.u32 [4096], %r1;"
+WRITERS = (
+    "@%p1 st.shared.u32 [%r6], %r1;",
+    """mov.u32 %r8, 0;
+$each:
+ld.shared.u32 %r7, [%r8];
+mul.wide.u32 %rd3, %r8, 4;
+add.s64 %rd3, %rd3, %rd1;
+st.global.u32 [%rd3+8], %r7;
+add.u32 %r8, %r8, 4;
+setp.lt.u32 %p5, %r8, BYTES;
+@%p5 bra $each;
+""",
+)
+
+
+def of_flagged(access: str, behind: str, threads: int, some: set[int], arrive: set[int], waiter: int):
+    """(races, what the waiting thread found in all words): threads of `some` access shared memory, then those of
+    `arrive` arrive at an mbarrier, for which one thread waits before its own access."""
+    text = FLAGGED.replace("ACCESS", access).replace("WAITED", behind).replace("BYTES", str(4 * threads))
+    text = text.replace("WAITER", str(waiter)).replace("COUNT", str(len(arrive)))
+    with emulated():
+        choose(seed=threads, watched=True, most_instructions=30)
+        memory = torch.tensor([[t in some, t in arrive, 0, 0] for t in range(threads)], dtype=torch.int32)
+        library().emulator_ptx(text.encode())
+        sizes = (ctypes.c_uint32 * 5)(1, 1, 1, threads, 0)
+        called(library().emulator_launch(b"small", sizes, (ctypes.c_uint64 * 1)(memory.data_ptr()), 8))
+        run()
+        lines = reports()
+    assert all(" small: race: " in line for line in lines)
+    return sum(int(line.split()[0]) for line in lines), memory[:, 2].tolist()
+
+
+SETS = {  # threads, those that access, those that tell
+    "two warps": (64, {1, 2, 5, 31, 32, 40, 63}, {2, 5, 40}),
+    "all of them tell": (64, {1, 2, 5, 31, 32, 40, 63}, set(range(64))),
+    "one lane of each of 32 warps": (1024, {33 * n % 1024 for n in range(32)}, {33 * n for n in range(0, 32, 3)}),
+    "all of the first and of the last warp": (
+        1024,
+        {*range(32), *range(992, 1024)},
+        {*range(7, 32), *range(992, 1009)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_race_is_that_of_its_lanes_and_of_no_others(name):
+    """Who has told the waiting thread is in order with it, lane by lane. Of readers of one word, whom a list of lanes
+    holds together, as many are reported as have not told; of writers each by its own word, which is all bits set."""
+    threads, some, arrive = SETS[name]
+    waiter = threads - 3
+    some, arrive = some - {waiter}, arrive - {waiter}
+    silent = some - arrive
+    assert of_flagged(*READERS, threads, some, arrive, waiter)[0] == len(silent)
+    races, found = of_flagged(*WRITERS, threads, some, arrive, waiter)
+    assert races == len(silent)
+    assert found == [t if t in some - silent else -1 for t in range(threads)]
+
+
+COPIES = """.visible .entry small(.param .u64 given)
+{
+.reg .pred %p<9>;
+.reg .b32 %r<9>;
+.reg .b64 %rd<9>;
+.shared .align 16 .b8 memory[65536];
+ld.param.u64 %rd1, [given];
+mov.u32 %r1, %tid.x;
+setp.ne.u32 %p1, %r1, 0;
+mov.u32 %r2, 65024;
+@%p1 bra $ready;
+$init:
+mbarrier.init.shared::cta.b64 [%r2], 1;
+add.u32 %r2, %r2, 8;
+setp.lt.u32 %p2, %r2, LAST;
+@%p2 bra $init;
+$ready:
+bar.sync 0;
+mov.u32 %r2, 65024;
+mul.lo.u32 %r3, %r1, 992;
+$copy:
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd1], 16, [%r2];
+add.u32 %r3, %r3, 16;
+add.u32 %r2, %r2, 8;
+setp.lt.u32 %p2, %r2, LAST;
+@%p2 bra $copy;
+ld.shared.u32 %r4, [%r3+-16];
+ret;
+}
+"""
+
+
+def copied(barriers: int) -> list[str]:
+    """Of 64 threads that ask for a copy by each mbarrier, and read the last one's without having waited."""
+    with emulated():
+        choose(seed=1, watched=True)
+        memory = torch.zeros(4, dtype=torch.int32)
+        library().emulator_ptx(COPIES.replace("LAST", str(65024 + 8 * barriers)).encode())
+        sizes = (ctypes.c_uint32 * 5)(1, 1, 1, 64, 0)
+        called(library().emulator_launch(b"small", sizes, (ctypes.c_uint64 * 1)(memory.data_ptr()), 8))
+        run()
+        return reports()
+
+
+def test_so_many_writers_are_watched_and_no_more():
+    """Of 64 threads, which are 128, and 64 by mbarrier: 4,096 at 62 of them, the last of whose copies race as the
+    first would; one more ends the run."""
+    (report,) = copied(62)
+    assert report.startswith("64 small: race: writes, line 22: cp.async.bulk") and "; reads, line 27" in report
+    with pytest.raises(EmulatorError, match="more than 4096 writers of a block's shared memory to watch"):
+        copied(63)
+
+
 # ---- the operators
 
 
@@ -184,6 +323,10 @@ def small(operator: str) -> list[cases.Case]:
     return [case for case in made if not any(part in case.name for part in long)]
 
 
+def kernels_that_ran() -> set[str]:
+    return {name for name in ptx() if library().emulator_ran(name.encode())}
+
+
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_operators_have_their_accesses_in_order(operator):
     """Each kernel in the first of the calls that has it; and all of the operator's that the sanitizer's idioms name."""
@@ -192,15 +335,13 @@ def test_operators_have_their_accesses_in_order(operator):
         choices = {"seed": 1, "multiprocessors": 40, "most_instructions": 60}
         with emulated(**choices), cases.multiprocessors(case.multiprocessors):
             case.run("cpu")
-            kernels = {launch.kernel for launch in taken()} | {
-                name for name in ptx() if library().emulator_launches(name.encode())
-            }
+            kernels = {launch.kernel for launch in taken()} | kernels_that_ran()
         if kernels <= seen and kernels:
             continue
-        seen |= kernels
         with emulated(**choices, watched=True), cases.multiprocessors(case.multiprocessors):
             case.run("cpu")
             run()
+            seen |= kernels_that_ran()
             if found := unexpected(reports()):
                 wrong[case.name] = found[:4]
     assert wrong == {}

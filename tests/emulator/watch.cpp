@@ -173,6 +173,8 @@ Knowledge Watch::copies_bulk(Warp& w, int lane, const Instruction& i, uint64_t a
   Ordering& o = *w.block->ordering;
   const uint32_t t = w.thread(lane);
   auto& [writer, count] = o.bulk.try_emplace({t, barrier}, o.writers, 0).first->second;
+  if (writer == kMostWriters)
+    fail("more than " + std::to_string(kMostWriters) + " writers of a block's shared memory to watch: bulk copies by so many threads and mbarriers");
   if (writer == o.writers) ++o.writers;
   access(o, *w.block, o.clocks[t], writer, ++count, at, bytes, kWrites, i);
   auto end = std::make_shared<Clock>(o.clocks[t]);

@@ -22,6 +22,9 @@ struct Instruction;
 struct Warp;
 
 constexpr uint32_t kTogether = 32;
+// Of a block: its threads, their cp.async, and bulk copies, each thread's by mbarrier (the most threads there are take 2,048). Each that
+// asks for a bulk copy knows of all of them, so more would be slow before the next limit, which is that of Access::first.
+constexpr uint32_t kMostWriters = 4096;
 
 struct Clock {
   std::vector<uint32_t> of;  // by writer: threads, their cp.async, then their bulk copies by mbarrier; what is missing is 0, kTogether at a time
@@ -42,6 +45,7 @@ struct Ordering {  // of a block
     uint32_t next;   // of the word's, or of those that are free; 0: none
     uint32_t by;     // which of its kernel's instructions
     uint16_t first;
+    static_assert(kMostWriters <= 1u << 16);
     uint8_t mask;  // bytes of the word
     uint8_t how;
   };
