@@ -113,7 +113,8 @@ SECTIONS = {
     "e2e_start_sglang": Section(
         "Start",
         "From a server's start to its first token, six layers, 64 experts, two servers side by side; and what waits at "
-        "the first time of a shape (tests/e2e/start_stage.py).",
+        "the first time of a shape (tests/e2e/start_stage.py). Kernels of ours in Triton's folder there were until "
+        "2026-12-01.",
         {},
     ),
     "e2e_layers_sglang": Section(
@@ -126,7 +127,7 @@ SECTIONS = {
         "Soak",
         "Servers of six layers side by side, each under 64 streams of every kind of request (tests/e2e/soak_stage.py), "
         "all calls together. A slope is judged by what is sure of it: less two standard errors, in both halves of a "
-        "call.",
+        "call. Triton compiled kernels of ours until 2026-12-01.",
         {},
     ),
     "e2e_reproducible43_sglang": Section(

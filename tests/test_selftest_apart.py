@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -38,10 +42,20 @@ known |= dict(traps=traps, computes=computes)
 names = {names!r}
 if "cannot" in names[int(sys.argv[1])]:
     sys.exit("no such device")
-selftest.checks = lambda quick: [Check("op", n, known.get(n, lambda: f"{{os.getpid()}} {{quick}}")) for n in names]
-selftest.what_is_missing = lambda require_gpu: {{}}
+def check(name, quick):
+    needs = ("torch", "GPU") if name == "of_a_card" else ("torch",)
+    return Check("op", name, known.get(name, lambda: f"{{os.getpid()}} {{quick}}"), needs)
+selftest.checks = lambda quick: [check(name, quick) for name in names]
+is_gone = "of_a_card" in names and int(sys.argv[1]) > 0
+gone = lambda require_gpu: {{"GPU": ("FAIL" if require_gpu else "NOT RUN", "no GPU: torch sees none")}}
+selftest.what_is_missing = lambda require_gpu: gone(require_gpu) if is_gone else {{}}
+say = apart.workers.say
+def say_and_leave(**values):
+    say(**values)
+    if "outcome" in values and values["outcome"]["check"] == "last_of_it": os._exit(7)
+apart.workers.say = say_and_leave
 if not {{"traps", "computes"}} & set(names):
-    apart._lost = lambda: lost[0] if lost else None
+    apart._lost = lambda: "no CUDA" if is_gone else lost[0] if lost else None
 sys.exit(apart.main(sys.argv[1:]))
 """
 
@@ -92,9 +106,48 @@ def test_a_process_that_ends_is_its_checks_failure(ask):
 
 
 def test_a_check_that_does_not_end_is_a_failure(ask, monkeypatch):
-    monkeypatch.setattr(apart, "LIMIT_S", 1.5)
+    monkeypatch.setattr(apart, "LIMIT_S", 4.0)
     found, (first, second) = ask("one", "hangs", "two")
-    assert found == [passed_in(first), ("FAIL", "not at its end after 2 s"), passed_in(second)]
+    assert found == [passed_in(first), ("FAIL", "not at its end after 4 s"), passed_in(second)]
+
+
+def test_one_that_cannot_be_killed_is_left(monkeypatch):
+    """As where it waits in the driver: here its group is spared."""
+    monkeypatch.setattr(workers, "KILLED_S", 0.1)
+    monkeypatch.setattr(workers.os, "killpg", lambda *_: None)
+    with tempfile.TemporaryFile() as stderr:
+        process = workers.start([sys.executable, "-c", "import time; time.sleep(99)"], stderr)
+        code = workers.end(process, 0.0)
+        assert code is None and workers.last_words(stderr, code) == "it cannot be killed: the driver holds it"
+    process.kill()
+    process.wait()
+
+
+def test_a_worker_ends_with_whoever_started_it():
+    worker = f"import sys, time; sys.path.insert(0, {str(REPO)!r}); from deepseek_v4_sm120.commands import workers; "
+    worker += "workers.end_with_parent(); time.sleep(60)"
+    parent = f"import os, sys; sys.path.insert(0, {str(REPO)!r}); from deepseek_v4_sm120.commands import workers; "
+    parent += (
+        f"print(workers.start([sys.executable, '-c', {worker!r}], sys.stderr).pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    pid = int(subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=60).stdout)
+    for _ in range(200):
+        if not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("it lives")
+
+
+def test_a_process_that_ends_between_two_checks_is_nobodys_failure(ask):
+    found, (first, second) = ask("last_of_it", "one")
+    assert found == [passed_in(first), passed_in(second)] and first.returncode == 7
+
+
+def test_a_card_that_is_gone_is_told_by_one_process(ask):
+    found, started = ask("loses", "fine", "of_a_card", "of_a_card")
+    assert found[0] == ("FAIL", "wrong") and found[1] == passed_in(started[1]) and len(started) == 2
+    assert found[2:] == [("FAIL", "no GPU: torch sees none")] * 2
 
 
 def test_where_no_process_begins_all_that_is_left_has_failed(ask):

@@ -7,11 +7,14 @@ import json
 import os
 import select
 import signal
+import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 MARK = "answer: "  # begins every line of ours: libraries print, too
+KILLED_S = 30.0  # until a process that was killed has ended, but for one that waits in the kernel
 
 
 def say(**values) -> None:
@@ -19,9 +22,23 @@ def say(**values) -> None:
     print(f"\n{MARK}{json.dumps(values)}", flush=True)
 
 
+def end_with_parent() -> None:
+    """In a worker of `start`: it ends when who started it has ended, however that was; one that hangs would hold its
+    card."""
+
+    def wait() -> None:
+        while os.read(0, 1 << 16):
+            pass
+        os._exit(1)
+
+    if stat.S_ISFIFO(os.fstat(0).st_mode):  # not where it is asked by hand
+        threading.Thread(target=wait, daemon=True).start()
+
+
 def start(words: Sequence[str], stderr: IO, environment: dict[str, str] | None = None) -> subprocess.Popen:
     """A worker in a session of its own; stderr: where its last words go."""
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, env=environment, start_new_session=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, env=environment, start_new_session=True)
 
 
 def answers(process: subprocess.Popen, left: Callable[[], float]) -> Iterator[dict]:
@@ -38,18 +55,24 @@ def answers(process: subprocess.Popen, left: Callable[[], float]) -> Iterator[di
         yield from (json.loads(line.removeprefix(mark)) for line in lines if line.startswith(mark))
 
 
-def end(process: subprocess.Popen, patience: float) -> int:
-    """A worker's exit status, after the end of what is left of it and of the compilers that it started."""
+def end(process: subprocess.Popen, patience: float) -> int | None:
+    """A worker's exit status, after the end of what is left of it and of the compilers that it started; None where it
+    does not end when it is killed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.stdout.close()
-    return process.wait()
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(KILLED_S)
+    return None
 
 
-def last_words(stderr: IO, code: int) -> str:
-    """The last line that an ended worker wrote, and what ended it where that was a signal."""
+def last_words(stderr: IO, code: int | None) -> str:
+    """The last line that an ended worker wrote, and what ended it where that was a signal; code: as of `end`."""
+    if code is None:
+        return "it cannot be killed: the driver holds it"
     stderr.seek(0)
     lines = stderr.read().decode(errors="replace").strip().splitlines()
     said = lines[-1][:200] if lines else ""

@@ -321,11 +321,14 @@ class Engine:
         )
 
     def _or_off(self) -> str:
-        """The choices that leave out all that does not fit, beside those that are made; nothing where all fits."""
-        misfits = [r.name for r in self.records if r.state == BROKEN and r.problem and not r.patch.stays]
-        chosen = {**self.settings.choices, **dict.fromkeys(misfits, "off")}
-        text = ",".join(f"{name}={value}" for name, value in chosen.items())
-        return f", or DSV4_SM120_SET={text}," if misfits else ""
+        """The choices that leave out all that does not fit, beside those that are made; nothing where all fits, or
+        where what does not is left out by no choice."""
+        misfits = [r for r in self.records if r.state == BROKEN and r.problem]
+        if not misfits or any(r.patch.stays for r in misfits):
+            return ""
+        chosen = {name: value for name, value in self.settings.choices.items() if name not in self.table.fixed}
+        chosen |= {r.name: "off" for r in misfits}
+        return f", or DSV4_SM120_SET={','.join(f'{name}={value}' for name, value in chosen.items())},"
 
     def _check(self, patches: Iterable[str]) -> None:
         """Decide whether these patches can be put in place, from what is on disk and in the environment alone."""

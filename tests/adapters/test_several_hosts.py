@@ -73,7 +73,7 @@ def test_a_rank_without_us_is_named_by_all_others_and_waited_for_no_longer(monke
     assert "several_hosts: ranks 1, 2 of 3" in caplog.text and "1, 2 of 3" in report._notes["several_hosts"][0]()
 
 
-WINNER = profile.Profile("/a/profile.json", {"mhc": {"winner": "ours", "left_out": {"ours, wide": "slower"}}})
+WINNER = profile.Profile("/a/profile.json", {"mhc": {"winner": "ours", "left_out": {"ours, split": "slower"}}})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ PLUGIN = Path(__file__).resolve().parent / "sm120_plugin"
 VARIABLE, FOUND = "E2E_AS_SM120", "experts_above_256_rows"  # the plugin's
 ISSUE = 6
 STOCK = "experts_stock"
-EXPERTS = 16  # of what answers by hash routing: seven engines side by side
+EXPERTS = 16  # of what answers by hash routing: five engines side by side
 KERNELS = {"wide": "wide experts for prompts (W4A16)", "scaled": "scaled experts for prompts (W4A8)"}
 MORE = {"": "", "fp8_index": ", index products in FP8", "sms=48": ", planned for 48 multiprocessors"}
 # name -> (kernel, what else is as on SM120); SGLang's own class of W4A8 but in shadow mode, where it must run here

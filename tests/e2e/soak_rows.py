@@ -194,8 +194,8 @@ def differ_between(digests: list) -> int:
 def compile_rows(add, calls: list) -> None:
     """compiles: [seconds into the load, name, did it compile, seconds]; None: nobody listened."""
     heard = [call["compiles"] for call in calls]
-    if any(found is None for found in heard):
-        add("calls in which nobody listened to Triton", sum(found is None for found in heard), 0)
+    add("calls in which nobody listened to Triton", sum(found is None for found in heard), 0)
+    if None in heard:
         return
     every = [one for found in heard for one in found]
     for what, chosen in (
@@ -251,12 +251,17 @@ def rows(row, soaks: list) -> list:
 
 def beside_longer(old: list, fresh: list) -> list:
     """Of `fresh`, a later call's rows, those that take the place of `old`'s or stand beside them: a server's stay that
-    was under load for longer before, the cards' where any was, but for bars that the shorter call has missed. A short
-    call's slopes have such errors that no bar is missed by them."""
+    was under load for longer before, the cards' where any was. A short call's slopes have such errors that no bar is
+    missed by them; a bar that it misses all the same stands until a load that is no shorter, and so do its words."""
     before, now = ({r["case"]: r["value"] for r in rows if r["metric"] == HOURS} for rows in (old, fresh))
-    stay = [case for case, hours in now.items() if hours < before.get(case, 0)]
+    stay = {case for case, hours in now.items() if hours < before.get(case, 0)}
     if max(now.values(), default=0) < max(before.values(), default=0):
-        stay.append(OF_CARDS)
-    for case in stay:
-        print(f"collect: {case.strip()}: a load before was longer, its rows stay")
-    return [r for r in fresh if r["met"] is False or not r["case"].startswith(tuple(stay))]
+        stay |= {r["case"] for r in fresh if r["case"].startswith(OF_CARDS)}
+    for case in sorted(stay):
+        print(f"collect: {case}: a load before was longer, its rows stay")
+    is_told = {r["case"] for r in fresh if r["met"] is False}
+    return [r for r in fresh if r["case"] not in stay or r["met"] is False or _is_word(r) and r["case"] in is_told]
+
+
+def _is_word(row: dict) -> bool:
+    return row["metric"].startswith(("fault: ", "broke: "))

@@ -571,6 +571,13 @@ def test_a_shorter_soak_does_not_take_the_place_of_a_longer_one(capsys):
     assert told(rows(2, 0, 145), rows(1, 3, 20)) == long | {(" plain", "faults"): 3}
     eagle = told([], rows(1, 0, 20, "eagle"))
     assert told(rows(2, 0, 145), rows(1, 0, 20, "eagle")) == eagle | long
+    both = told(
+        [*rows(2, 0, 145, "eagle"), *rows(1, 0, 1, "eagle314")], [*rows(1, 0, 2, "eagle"), *rows(3, 0, 3, "eagle314")]
+    )
+    assert both == told([], [*rows(2, 0, 145, "eagle"), *rows(3, 0, 3, "eagle314")])
+    words = [collect.row("soak, plain", "ours", metric, None) for metric in ("fault: why", "not shown: long: no")]
+    assert told(rows(2, 0, 145), [*rows(1, 1, 20), *words]).keys() - long.keys() == {(" plain", "fault: why")}
+    assert told(rows(2, 0, 145), [*rows(1, 0, 20), *words]) == long
     capsys.readouterr()
     assert told(rows(2, 0, 145), rows(2, 0, 20)) == told([], rows(2, 0, 20))
     assert told(rows(1, 0, 20), rows(2, 0, 145)) == long

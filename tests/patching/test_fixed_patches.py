@@ -21,6 +21,7 @@ def test_where_the_model_is_told_is_left_out_by_nobody(python_with_ours, tree):
 
 
 def test_nobody_is_told_to_leave_it_out_where_it_does_not_fit(python_with_ours, tree):
+    """Nor another one beside it, with which the server would not start, either."""
     code = """
         import sglang
         from deepseek_v4_sm120 import patching
@@ -29,3 +30,8 @@ def test_nobody_is_told_to_leave_it_out_where_it_does_not_fit(python_with_ours, 
     """
     changed = {"sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(args):\n    pass\n"}
     assert python_with_ours(code, path=[tree(changed)]).stdout == "argument_defaults \n"
+    other = {"sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x):\n    return x\n"}
+    assert python_with_ours(code, path=[tree(changed | other)]).stdout == "argument_defaults bf16_linear \n"
+    chosen = {"DSV4_SM120_SET": "argument_defaults=off,mhc=off"}
+    found = python_with_ours(code, path=[tree(other)], env=chosen).stdout
+    assert found == "bf16_linear , or DSV4_SM120_SET=mhc=off,bf16_linear=off,\n"

@@ -20,7 +20,7 @@ import math
 import sys
 import time
 
-from deepseek_v4_sm120.commands.workers import say
+from deepseek_v4_sm120.commands.workers import end_with_parent, say
 
 MAX_CALLS = 512
 EAGER_CALLS = 5
@@ -123,4 +123,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -210,7 +210,8 @@ def _machine(arguments: argparse.Namespace) -> tuple[kinds.Card, int, int, int |
     memory_mib = kinds.host_memory_mib(Path("/")) if card.is_hosts and not told else told
     if not memory_mib:
         raise CommandError(f"the driver does not tell the memory of {found[0].name}: --memory <GB of a card>")
-    return card, gpus, memory_mib, max(gpu.memory_used for gpu in found[:gpus])
+    in_use = max(gpu.memory_used for gpu in found[:gpus]) if gpus <= len(found) else None  # of more cards than are here
+    return card, gpus, memory_mib, in_use
 
 
 def cards(gpus: Sequence, environ: Mapping[str, str]) -> list:

@@ -21,9 +21,11 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.ending import as_interrupts
 from deepseek_v4_sm120.commands.selftest import build_and_layout, card
 from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+NO_GPU = "no GPU"
 SHORTAGES = ("out of memory", "alloc_failed")  # CUDA's and torch's words, and cuBLAS's
 ENOUGH_MIB = 8 << 10  # of a card: whose memory runs out though so much is free fails
 
@@ -54,7 +56,7 @@ def what_is_missing(require_gpu: bool) -> dict[str, tuple[str, str]]:
     import torch
 
     if not torch.cuda.is_available():
-        missing["GPU"] = (without_gpu, f"no GPU: torch {torch.__version__} sees no CUDA device")
+        missing["GPU"] = (without_gpu, f"{NO_GPU}: torch {torch.__version__} sees no CUDA device")
     elif problem is None and (reason := _foreign_gpu()) is not None:
         missing["GPU"] = (without_gpu, reason)
     elif torch.cuda.get_device_capability()[0] != 12:
@@ -117,7 +119,7 @@ def _card() -> str:
 
 
 def _told(outcomes: Iterable[Outcome], todo: list[Check], missing: dict[str, tuple[str, str]]) -> list[Outcome]:
-    """All of them, each printed as soon as it is there: on a card kernels are compiled on the way."""
+    """All of them, each printed as soon as it is there."""
     console.say(f"deepseek_v4_sm120 {__version__} self-test{_card()}")
     operators, names = (max(map(len, column)) for column in zip(*((c.operator, c.name) for c in todo), strict=True))
     told = []
@@ -128,14 +130,13 @@ def _told(outcomes: Iterable[Outcome], todo: list[Check], missing: dict[str, tup
         told.append(o)
     counts = {result: sum(outcome.result == result for outcome in told) for result in (PASS, FAIL, NOT_RUN)}
     console.say(", ".join(f"{count} {result}" for result, count in counts.items()))
-    failed = [name for name in OPS if any((o.operator, o.result) == (name, FAIL) for o in told)]
+    failed = {o.operator for o in told if o.result == FAIL and not o.detail.startswith(NO_GPU)} & set(OPS)
     if "GPU" in missing:
         console.say(f"No kernel was run: {missing['GPU'][1]}. In a container: docker run --gpus all")
     elif failed and "module" not in missing:
-        left_out = ",".join(f"{name}=off" for name in failed)
-        console.say(
-            f"DSV4_SM120_SET={left_out} leaves what failed to SGLang; the checks of `card` say what depends on them"
-        )
+        chosen = {**settings().choices, **dict.fromkeys([name for name in OPS if name in failed], "off")}
+        text = ",".join(f"{name}={value}" for name, value in chosen.items())
+        console.say(f"DSV4_SM120_SET={text} leaves what failed to SGLang")
     return told
 
 
