@@ -77,7 +77,7 @@ def test_wo_a_and_the_experts_are_asked_for_the_bits_of_few_rows(on, monkeypatch
     groups = SimpleNamespace(weight=None, weight_scale=None)
     assert wo_a._multiply(groups, None, None) is on
     monkeypatch.setattr(mxfp4_moe.op, "mxfp4_moe", lambda *args, reproducible, **given: reproducible)
-    experts = mxfp4_moe.Experts(None, None, None, None, 0, False, 10.0, "mxfp8", None)
+    experts = mxfp4_moe.Experts(None, None, None, None, 0, False, 10.0, "mxfp8")
     assert mxfp4_moe._run(experts, None, None, None) is on
 
 
