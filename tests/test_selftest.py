@@ -140,7 +140,8 @@ def test_how_to_serve_without_what_failed_is_said(monkeypatch, capsys):
     gone = selftest.Outcome("mhc", "one", "FAIL", f"{selftest.NO_GPU}: torch sees none", 0.0)
     selftest._told([made[2], gone], todo, {})
     assert "DSV4" not in capsys.readouterr().out
-    monkeypatch.setattr(selftest, "settings", lambda: SimpleNamespace(choices={"mhc": "on", "router_topk": "on"}))
+    made_before = {"mhc": "on", "argument_defaults": "off", "router_topk": "on"}
+    monkeypatch.setattr(selftest, "settings", lambda: SimpleNamespace(choices=made_before))
     selftest._told(made, todo, {})
     assert "DSV4_SM120_SET=mhc=off,router_topk=on,bf16_linear=off leaves" in capsys.readouterr().out
 

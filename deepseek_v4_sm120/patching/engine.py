@@ -19,7 +19,7 @@ from deepseek_v4_sm120.patching.host_version import HostVersion
 from deepseek_v4_sm120.patching.reads import Reads
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
-from deepseek_v4_sm120.patching.steering import ON, Steering
+from deepseek_v4_sm120.patching.steering import ON, Steering, without
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import device_gate
 
@@ -326,9 +326,7 @@ class Engine:
         misfits = [r for r in self.records if r.state == BROKEN and r.problem]
         if not misfits or any(r.patch.stays for r in misfits):
             return ""
-        chosen = {name: value for name, value in self.settings.choices.items() if name not in self.table.fixed}
-        chosen |= {r.name: "off" for r in misfits}
-        return f", or DSV4_SM120_SET={','.join(f'{name}={value}' for name, value in chosen.items())},"
+        return f", or DSV4_SM120_SET={without((r.name for r in misfits), self.settings.choices, self.table.fixed)},"
 
     def _check(self, patches: Iterable[str]) -> None:
         """Decide whether these patches can be put in place, from what is on disk and in the environment alone."""

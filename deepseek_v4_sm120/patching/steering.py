@@ -8,7 +8,7 @@ overwritten since (`inherit`). What the user set himself always stays.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, replace
 
 from deepseek_v4_sm120.patching.spec import VALUE, Default
@@ -20,6 +20,13 @@ BY_DEFAULT, NOT_BY_DEFAULT = "by default", "not by default"  # reasons
 MISSING = object()  # a server argument that the host does not have
 EMPTY: Mapping[str, str] = {}
 AT_HOST_DEFAULT = (None, "auto")  # values of a server argument that nobody chose
+
+
+def without(names: Iterable[str], choices: Mapping[str, str], fixed: Container[str]) -> str:
+    """What to set DSV4_SM120_SET to, so that these are left out and the choices that are made stay; of those which are
+    no settings (`fixed`) none."""
+    chosen = {name: value for name, value in choices.items() if name not in fixed} | dict.fromkeys(names, "off")
+    return ",".join(f"{name}={value}" for name, value in chosen.items())
 
 
 @dataclass

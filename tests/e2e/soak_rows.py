@@ -264,4 +264,4 @@ def beside_longer(old: list, fresh: list) -> list:
 
 
 def _is_word(row: dict) -> bool:
-    return row["metric"].startswith(("fault: ", "broke: "))
+    return row["metric"].startswith(("fault: ", "broke: ", "marker that differs: "))

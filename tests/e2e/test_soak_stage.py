@@ -575,8 +575,13 @@ def test_a_shorter_soak_does_not_take_the_place_of_a_longer_one(capsys):
         [*rows(2, 0, 145, "eagle"), *rows(1, 0, 1, "eagle314")], [*rows(1, 0, 2, "eagle"), *rows(3, 0, 3, "eagle314")]
     )
     assert both == told([], [*rows(2, 0, 145, "eagle"), *rows(3, 0, 3, "eagle314")])
-    words = [collect.row("soak, plain", "ours", metric, None) for metric in ("fault: why", "not shown: long: no")]
-    assert told(rows(2, 0, 145), [*rows(1, 1, 20), *words]).keys() - long.keys() == {(" plain", "fault: why")}
+    words = [
+        collect.row("soak, plain", "ours", metric, None)
+        for metric in ("fault: why", "marker that differs: a", "not shown: b")
+    ]
+    assert told(rows(2, 0, 145), [*rows(1, 1, 20), *words]).keys() - long.keys() == {
+        (" plain", word["metric"]) for word in words[:2]
+    }
     assert told(rows(2, 0, 145), [*rows(1, 0, 20), *words]) == long
     capsys.readouterr()
     assert told(rows(2, 0, 145), rows(2, 0, 20)) == told([], rows(2, 0, 20))

@@ -44,15 +44,6 @@ Step unpack(Warp& w, const Instruction& i, uint32_t mask) {
   return Step::kNext;
 }
 
-Step shared_to_generic(Warp& w, const Instruction& i, uint32_t mask) {
-  each(mask, [&](int l) { set_lane(w, i.o[0], l, reinterpret_cast<uint64_t>(w.block->shared) + lane_of(w, i.o[1], l)); });
-  return Step::kNext;
-}
-Step generic_to_shared(Warp& w, const Instruction& i, uint32_t mask) {
-  each(mask, [&](int l) { set_lane(w, i.o[0], l, lane_of(w, i.o[1], l) - reinterpret_cast<uint64_t>(w.block->shared)); });
-  return Step::kNext;
-}
-
 Step copy_predicate(Warp& w, const Instruction& i, uint32_t mask) {
   const uint32_t from = w.predicate(i.o[1]);
   uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
@@ -84,7 +75,7 @@ Step convert(Warp& w, const Instruction& i, uint32_t mask) {  // of integers: ex
 }
 template <class D>
 Handler convert_from(const std::string& s) {
-  if (s == "u8" || s == "b8") return convert<D, uint8_t>;
+  if (s == "u8") return convert<D, uint8_t>;
   if (s == "s8") return convert<D, int8_t>;
   if (s == "u16") return convert<D, uint16_t>;
   if (s == "s16") return convert<D, int16_t>;
@@ -200,10 +191,7 @@ Handler moves(const Words& words, const Instruction& i) {
   const std::string& op = words[0];
   if (op == "mov") return move(words, i);
   if (op == "cvt") return conversion(words);
-  if (op != "cvta") return nullptr;
-  if (words[1] == "shared") return shared_to_generic;
-  if (words[1] == "to" && words[2].compare(0, 6, "shared") == 0) return generic_to_shared;
-  return copy<uint64_t>;
+  return op == "cvta" ? copy<uint64_t> : nullptr;
 }
 
 }  // namespace emulator

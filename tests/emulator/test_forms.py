@@ -363,7 +363,6 @@ def check_store(name: str) -> None:
     for t in range(threads):
         row = bytearray(given[t].tobytes())
         for k in range(count):
-            row[32 - size * (count - k) :][:size] = b""
             row[32 - size * (count - k) : 32 - size * (count - k - 1)] = given[t, 32 + 8 * k :].tobytes()[:size]
         assert memory[t].tobytes() == bytes(row), name
 

@@ -190,8 +190,7 @@ def product(form: str, scales: tuple = ()):
     c = [[drawn.uniform(-1000, 1000) for _ in range(8)] for _ in range(16)]
     c = [[struct.unpack("<f", struct.pack("<f", x))[0] for x in row] for row in c]
     scale_words = [
-        [drawn.randrange(120, 135) * 0x01010101 + drawn.getrandbits(2) * 0x01000100 for _ in range(2)]
-        for _ in range(32)
+        [sum(drawn.randrange(120, 135) << 8 * byte for byte in range(4)) for _ in range(2)] for _ in range(32)
     ]
     for lane in range(32):
         words_of_lane = []

@@ -21,7 +21,9 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.ending import as_interrupts
 from deepseek_v4_sm120.commands.selftest import build_and_layout, card
 from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.patching.steering import without
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches.table import TABLE
 from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
@@ -134,8 +136,7 @@ def _told(outcomes: Iterable[Outcome], todo: list[Check], missing: dict[str, tup
     if "GPU" in missing:
         console.say(f"No kernel was run: {missing['GPU'][1]}. In a container: docker run --gpus all")
     elif failed and "module" not in missing:
-        chosen = {**settings().choices, **dict.fromkeys([name for name in OPS if name in failed], "off")}
-        text = ",".join(f"{name}={value}" for name, value in chosen.items())
+        text = without([name for name in OPS if name in failed], settings().choices, TABLE.fixed)
         console.say(f"DSV4_SM120_SET={text} leaves what failed to SGLang")
     return told
 
