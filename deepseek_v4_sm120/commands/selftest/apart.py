@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 
 from deepseek_v4_sm120.commands import selftest, workers
@@ -26,28 +26,27 @@ LAST_WORDS_S = 10.0
 
 def outcomes(todo: Sequence[Check], quick: bool, require_gpu: bool) -> Generator[selftest.Outcome, None, None]:
     """Of each check, in their order, as soon as it is there."""
-    told = 0
-    while told < len(todo):
-        found, has_begun = [], False
-        for outcome in _of_process(todo, told, quick, require_gpu):
-            if outcome is None:
-                has_begun = True
-                continue
-            found.append(outcome)
-            yield outcome
-        told += len(found)
+    told: list[selftest.Outcome] = []
+    while len(told) < len(todo):
+        has_begun = yield from _of_process(todo, told, quick, require_gpu)
         if not has_begun:  # nor would another one
-            yield from (replace(found[-1], operator=check.operator, check=check.name) for check in todo[told:])
+            yield from (replace(told[-1], operator=check.operator, check=check.name) for check in todo[len(told) :])
             return
 
 
-def _of_process(todo: Sequence[Check], first: int, quick: bool, require_gpu: bool) -> Iterator[selftest.Outcome | None]:
-    """Outcomes from the number `first` on until one process ends, behind None for a check that begins; the last one may
-    be what ended it."""
-    number, has_begun, begun = first, False, time.monotonic()
+def _of_process(
+    todo: Sequence[Check], told: list[selftest.Outcome], quick: bool, require_gpu: bool
+) -> Generator[selftest.Outcome, None, bool]:
+    """Outcomes of those that are not told, which they are then, until one process ends; the last one may be what ended
+    it. Returns whether a check began in it."""
+    first, is_running, begun = len(told), False, time.monotonic()
 
     def left() -> float:
         return LIMIT_S - (time.monotonic() - begun)
+
+    def tell(outcome: selftest.Outcome) -> selftest.Outcome:
+        told.append(outcome)
+        return outcome
 
     words = [sys.executable, "-m", __name__, *map(json.dumps, (first, quick, require_gpu))]
     with tempfile.TemporaryFile() as stderr:
@@ -55,24 +54,26 @@ def _of_process(todo: Sequence[Check], first: int, quick: bool, require_gpu: boo
         try:
             for answer in workers.answers(process, left):
                 if "begins" in answer:
-                    has_begun, begun = True, time.monotonic()
-                    yield None
+                    is_running, begun = True, time.monotonic()
                 elif "outcome" in answer:
-                    number, has_begun, begun = number + 1, False, time.monotonic()
-                    yield selftest.Outcome(**answer["outcome"])
-                    if answer["is_lost"] or number == len(todo):
+                    is_running, begun = False, time.monotonic()
+                    yield tell(selftest.Outcome(**answer["outcome"]))
+                    if answer["is_lost"] or len(told) == len(todo):
                         patience = LAST_WORDS_S
-                        return
+                        return True
             in_time = left() > 0
             patience = LAST_WORDS_S if in_time else 0.0
         finally:
             code = workers.end(process, patience)
             last = workers.last_words(stderr, code)
-    if in_time and not has_begun and number > first:  # it ended between two checks: the next process asks that one
-        return
+    has_begun = is_running or len(told) > first
+    if in_time and has_begun and not is_running:  # it ended between two checks: the next process asks that one
+        return True
     why = f"its process ended: {last}" if in_time else f"not at its end after {LIMIT_S:.0f} s"
     why += "" if in_time or code is not None else f"; {last}"
-    yield selftest.Outcome(todo[number].operator, todo[number].name, selftest.FAIL, why, round(LIMIT_S - left(), 3))
+    check = todo[len(told)]
+    yield tell(selftest.Outcome(check.operator, check.name, selftest.FAIL, why, round(LIMIT_S - left(), 3)))
+    return has_begun
 
 
 def _lost() -> str | None:
