@@ -21,13 +21,21 @@ if importlib.util.find_spec("deepseek_v4_sm120") is None:  # `pytest` as a progr
 
 from tests.loaded_python import COLLECTOR  # noqa: E402
 
-# Begun first: with the others they leave no core idle, where one of them begun last would keep a single process busy.
-# Most of them wait for servers.
+# Begun first, of each of the two kinds that forks.py keeps apart: one of them begun last would keep a single process
+# busy while the others are done.
 LONGEST = (
-    *("quality/test_gates.py", "patching/test_start.py", "quality/test_lies.py", "e2e/test_serving_stage.py"),
-    *("ops/test_all_reduce_on_cpu.py", "e2e/test_faults_stage.py", "emulator/test_kernels.py", "e2e/test_scripts.py"),
-    *("serving/test_compare.py", "quality/test_state_gates.py", "patching/test_wheels.py"),
-    *("emulator/test_watch.py", "emulator/test_cards.py", "patching/test_wheel_slots.py"),
+    *("patching/test_start.py", "patching/test_wheels.py", "emulator/test_kernels.py", "emulator/test_watch.py"),
+    *("patching/test_wheel_slots.py", "emulator/test_weak_memory.py", "serving/test_compare.py"),
+    *("emulator/test_rows_apart.py", "emulator/test_cards.py", "test_serve_ends.py", "test_structure.py"),
+)
+WAITING = (  # for servers and for time: of a minute less than half is a processor's
+    *("quality/test_lies.py", "quality/test_gates.py", "e2e/test_serving_stage.py", "quality/test_honest.py"),
+    *("e2e/test_faults_stage.py", "quality/test_state_gates.py", "ops/test_all_reduce_probe.py", "e2e/test_scripts.py"),
+    *("e2e/test_halves_stage.py", "e2e/test_chain_stage.py", "e2e/test_products_stage.py"),
+    *("serving/test_load_generator.py", "quality/test_gate_options.py", "e2e/test_accepted_stage.py"),
+    *("e2e/test_interleaving.py", "e2e/test_shortage_stage.py", "ops/test_all_reduce_terms.py"),
+    *("test_calibrate_workers.py", "e2e/test_drawn_stage.py", "e2e/test_features_stage.py", "e2e/test_router_stage.py"),
+    *("e2e/test_shared_cards.py", "e2e/test_streams_stage.py", "test_calibrate_all_reduce.py"),
 )
 
 # In one process, for what one of them has started or found the others need as well: what is imported of a release, what
@@ -68,10 +76,12 @@ def cuda_problem() -> str | None:
 
 def pytest_collection_modifyitems(items):
     first = {REPO / "tests" / name: REPO / "tests" / names[0] for names in TOGETHER for name in names}
-    places = {REPO / "tests" / name: at for at, name in enumerate(LONGEST)}
+    waiting = {REPO / "tests" / name for name in WAITING}
+    places = {REPO / "tests" / name: at for at, name in enumerate(LONGEST + WAITING)}
     for item in items:
         item.together = first.get(item.path, item.path)  # for forks.py
-    items.sort(key=lambda item: places.get(item.together, len(LONGEST)))
+        item.waits = item.path in waiting
+    items.sort(key=lambda item: places.get(item.together, len(places)))
 
 
 def pytest_collection_finish(session):

@@ -2,9 +2,11 @@
 
 pytest-xdist's processes import and collect all tests each, for which this suite's take ten seconds of a processor. Here
 that is done once, and each fork has what was imported. A file's tests stay in one process, those of several files too
-where these are marked as one (`together`), and files begin in the order of the collection. Each process takes the next
-file when it comes to the last test of the one before, and sends reports; this one hands them on to pytest as if it had
-run the tests. Of a process that ends early the tests that it did not finish have failed.
+where these are marked as one (`together`), and files begin in the order of the collection. Files whose tests are marked
+so (`waits`: for servers, for time) are for two processes of five, as long as there are any, and the others' last: so
+neither are there moments when all wait, nor ones when none does. Each process takes the next file when it comes to the
+last test of the one before, and sends reports; this one hands them on to pytest as if it had run the tests. Of a
+process that ends early the tests that it did not finish have failed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import pytest
 from _pytest.reports import TestReport
 
 SIZE = 4  # bytes of a number in a pipe
+WAITING = 0.4  # of the processes, those that have files that wait first
 
 
 def renew_thread_pool() -> None:
@@ -57,20 +60,20 @@ class Forks:
             return None  # pytest's own says what there is to say
         files = [list(tests) for _, tests in itertools.groupby(session.items, lambda i: getattr(i, "together", i.path))]
         self.config._tmp_path_factory.getbasetemp()
-        queue, filling = os.pipe()
-        os.write(filling, b"".join(number.to_bytes(SIZE, "little") for number in range(len(files))))
-        for number in range(min(self.config.getoption("forks"), len(files))):
+        queues = [filled(files, waits) for waits in (False, True)]
+        count = min(self.config.getoption("forks"), len(files))
+        for number in range(count):
             reading, writing = os.pipe()
             sys.stdout.flush()
             sys.stderr.flush()
             if (process := os.fork()) == 0:
-                os.close(filling)
                 self.out = writing
-                self._be_a_fork(session, number, lambda: next_of(queue, files))
+                own = in_order(queues, number, count)
+                self._be_a_fork(session, number, lambda own=own: next_of(own, files))
             os.close(writing)
             self.processes[reading] = process
-        os.close(filling)
-        os.close(queue)
+        for queue in queues:
+            os.close(queue)
         terminal = self.config.pluginmanager.getplugin("terminalreporter")
         terminal.showfspath = False  # letters alone, for the files' are mixed
         try:
@@ -202,6 +205,20 @@ def read(file: int, size: int) -> bytes:
     return found
 
 
-def next_of(queue: int, files: list[list[pytest.Item]]) -> list[pytest.Item]:
-    number = read(queue, SIZE)
+def filled(files: list[list[pytest.Item]], waits: bool) -> int:
+    """A pipe with the numbers of the files that wait, or of the others, and nothing behind them."""
+    queue, filling = os.pipe()
+    numbers = (number for number, tests in enumerate(files) if getattr(tests[0], "waits", False) == waits)
+    os.write(filling, b"".join(number.to_bytes(SIZE, "little") for number in numbers))
+    os.close(filling)
+    return queue
+
+
+def in_order(queues: list[int], number: int, count: int) -> list[int]:
+    """As the process `number` of `count` takes from them."""
+    return queues[::-1] if number < round(count * WAITING) else queues
+
+
+def next_of(queues: list[int], files: list[list[pytest.Item]]) -> list[pytest.Item]:
+    number = next(filter(None, (read(queue, SIZE) for queue in queues)), b"")
     return files[int.from_bytes(number, "little")] if number else []

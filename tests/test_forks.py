@@ -5,8 +5,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests import forks
 
 REPO = Path(__file__).resolve().parents[1]
 FILES = {
@@ -94,6 +97,17 @@ def test_files_that_are_marked_so_stay_in_one_process(ran):
     done, _ = ran(forks=9, **{"conftest.py": MARKS, "test_b.py": DIES})
     failed = set(re.findall(r"^FAILED (\S+)", done.stdout, flags=re.MULTILINE))
     assert {"test_b.py::test_dies", "test_c.py::test_c"} <= failed, done.stdout
+
+
+def test_two_of_five_begin_with_files_that_wait_and_then_all_take_what_is_left():
+    files = [[SimpleNamespace(waits=waits)] for waits in (False, True, False, True)] + [[SimpleNamespace()]]
+    queues = [forks.filled(files, waits) for waits in (False, True)]
+    five = [forks.in_order(queues, number, 5) for number in range(5)]
+    assert five == [queues[::-1]] * 2 + [queues] * 3 and forks.in_order(queues, 0, 1) == queues
+    taken = [forks.next_of(own, files) for own in (queues, queues[::-1], queues[::-1], queues[::-1], queues, queues)]
+    assert taken == [files[0], files[1], files[3], files[2], files[4], []]
+    for queue in queues:
+        os.close(queue)
 
 
 def test_a_process_that_dies_has_failed_tests_and_the_others_run(ran):
