@@ -13,12 +13,14 @@ import statistics
 from collections import Counter
 
 STOCK = "stock"  # a peer: without bars
+GRAPHS = "graphs"  # of prompts
 IMPLEMENTATIONS = {
     "plain": "ours, as shipped",
     "reproducible": "ours, reproducible",
     "eagle314": "ours, reproducible, EAGLE 3/1/4",
     "eagle": "ours, as shipped, EAGLE 3/1/4",
     "tp2": "ours, reproducible, two cards",
+    GRAPHS: "ours, reproducible, prefill graphs",
     STOCK: "SGLang stock",
 }
 ISSUE = 23
@@ -164,6 +166,10 @@ def server_rows(row, name: str, calls: list) -> list:
     throughput_rows(add, [load["buckets"] for load in loads])
     for what, bar in {**MORE_BARS, **dict.fromkeys(REPORTED)}.items():
         add(f"{what}, after less before", more(calls, what), bar)
+    if name == GRAPHS:
+        passes = [call["prefills"]["true"] for call in calls]
+        add("prefill passes in graphs", sum(passes))
+        add("calls without a prefill pass in graphs", passes.count(0), 0)
     compile_rows(add, calls)
     return rows
 

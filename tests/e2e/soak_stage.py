@@ -9,6 +9,7 @@ plain          6 layers, 64 experts, one card, as shipped: markers are asked alo
 reproducible   the same with reproducible=on: markers are asked under the load as well, and repeat to the bit
 eagle314       reproducible=on, EAGLE 3/1/4, the next card: markers repeat to the token; eagle: as shipped
 tp2            reproducible=on, over both cards with our sums
+graphs         reproducible=on, prompts to 2,048 tokens in graphs
 stock          SGLang alone: what it leaves and gathers by itself
 
 Each starts, is warmed up by the same load for --warm-s, comes to rest, is looked at, runs for --seconds, comes to rest
@@ -46,6 +47,7 @@ from tests.e2e import served, soak_load  # noqa: E402
 from tests.e2e.callers_cards import of_callers, stages_number  # noqa: E402
 from tests.e2e.faults_stage import MARK, processes_of  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
+from tests.e2e.prompts_stage import SETTING, prefills  # noqa: E402
 from tests.e2e.serving_stage import load_harness  # noqa: E402
 from tests.e2e.soak_rows import ALLOCATED, HOST, RESERVED, added  # noqa: E402
 from tests.e2e.stages import (  # noqa: E402
@@ -67,6 +69,7 @@ STALE_S = 5.0  # what the plugin wrote before says nothing
 COMPILER = "compile_worker"
 ROLE = re.compile(r"sglang::([a-z_]+)")
 MODEL = {"json_model_override_args": json.dumps(FEW_EXPERTS), "swa_full_tokens_ratio": 0.5}
+GRAPHS_OF_PROMPTS = {name: f"{value},{SETTING}" for name, value in REPRODUCIBLE.items()}
 GRAPHS = ("1", "2", "4", "8", "16", "32", "64")
 MOST_FAULT_TEXTS = 30
 EVERY = {"host memory, MiB": "mib", "file handles": "handles", "threads": "threads", "processes": "processes"}
@@ -94,6 +97,7 @@ SERVERS = {
     "tp2": Kind("0,1", tuple(sums(2)), REPRODUCIBLE),
     "reproducible": Kind("0", environment=REPRODUCIBLE),
     "eagle": Kind("1", tuple(eagle(3)), same="text", under_load=False),
+    "graphs": Kind("0", environment=GRAPHS_OF_PROMPTS),
     "stock": Kind("0", patched=False, under_load=False),
 }
 ESSENTIAL = ("plain", "eagle314", "tp2")
@@ -326,6 +330,7 @@ class Server:
             "ran_at_once": seen["ran_at_once"],
             "buckets": buckets(seen["answers"], begin, end),
         }
+        self.found["prefills"] = prefills([self.process.log.read_text(errors="replace")])
         self.seen, self.judged = seen, (begin, end)
         series = {HOST: [(t, mib.total()) for t, mib in self.points]}
         for role in sorted({role for _, mib in self.points for role in mib}):

@@ -393,6 +393,7 @@ def test_what_torchs_compilers_hold_is_not_the_servers(monkeypatch):
 
 def test_passes_in_halves_are_told(soaked):
     assert soaked[1]["plain", "passes in halves, after less before"]["value"] > 0
+    assert soaked[2]["soak"]["servers"]["plain"]["prefills"] == {"true": 0, "false": 0}
 
 
 def test_calls_of_one_server_are_summed(soaked):
@@ -441,6 +442,12 @@ def made_call() -> dict:
 
 def missed_by(*calls, name="plain"):
     return {row["metric"] for row in soak_rows.server_rows(collect.row, name, list(calls)) if row["met"] is False}
+
+
+def test_a_server_with_prefill_graphs_has_used_them():
+    with_graphs, without = (made_call() | {"prefills": {"true": n, "false": 2}} for n in (3, 0))
+    assert missed_by(with_graphs, name="graphs") == set()
+    assert missed_by(with_graphs, without, name="graphs") == {"calls without a prefill pass in graphs"}
 
 
 @pytest.mark.parametrize(
