@@ -64,7 +64,7 @@ def test_the_profile_is_what_the_patch_table_reads(tmp_path, monkeypatch, capsys
         read = profile.consult(str(path), None)
         assert "ours: C4: relative error 0.3000" in read.against("sparse_decode")
         assert bool(read.outdated) is is_outdated and told["code"]
-    command.show(found, path)
+    command.show(found)
     text = capsys.readouterr().out
     assert "WRONG  ours: C4" in text and "not run  x: absent" in text and "stock is used" in text
     assert "mhc: not reached, so the shipped default holds" in text

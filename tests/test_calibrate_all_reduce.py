@@ -188,7 +188,7 @@ def test_the_probes_table_is_shown_and_kept(capsys, tmp_path):
     result = command.as_result(job, command.Answers(cases, found=json.loads(json.dumps(verdict.as_dict()))), None)
     operators = {"all_reduce": command.decide("all_reduce", {OURS: result})}
     found = command.as_profile(operators, "a card", SHAPES) | {"not_reached": [], "not_here": {"mhc": "no reason"}}
-    command.show(found, tmp_path / "profile.json")
+    command.show(found)
     text = capsys.readouterr().out
     assert "2 cards sum by way of each other's memory: 4.5 us (1 row)" in text and "rank 1: refused" in text
     assert "66.0" in text and "mhc: no reason, so the shipped default holds" in text

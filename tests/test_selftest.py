@@ -136,7 +136,10 @@ def test_how_to_serve_without_what_failed_is_said(monkeypatch, capsys):
     made = [selftest.Outcome(check.operator, "one", results[check.operator], "why", 0.0) for check in todo]
     for missing, said in (({}, True), ({"module": ("FAIL", "none")}, False), ({"GPU": ("FAIL", "none")}, False)):
         selftest._told(made, todo, missing)
-        assert ("\nDSV4_SM120_SET=bf16_linear=off,mhc=off leaves" in capsys.readouterr().out) == said, missing
+        out = capsys.readouterr().out
+        assert ("\nDSV4_SM120_SET=bf16_linear=off,mhc=off leaves" in out) == said == ("doctor --out" in out), missing
+    selftest._told([made[2]], todo, {})
+    assert "doctor --out" not in capsys.readouterr().out  # nothing failed
     gone = selftest.Outcome("mhc", "one", "FAIL", f"{selftest.NO_GPU}: torch sees none", 0.0)
     selftest._told([made[2], gone], todo, {})
     assert "DSV4" not in capsys.readouterr().out

@@ -16,6 +16,7 @@ WALL = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctim
 WALL |= {"datetime.datetime.now", "datetime.datetime.utcnow", "datetime.datetime.today", "datetime.date.today"}
 WALL |= {"time.clock_gettime", "time.clock_gettime_ns"}
 DATES = {"commands/calibrate/command.py": {"datetime.date.today"}}  # of a profile
+DATES |= {"commands/doctor/attached.py": {"datetime.datetime.now"}}  # of a file for an issue
 DATES |= dict.fromkeys(("commands/layers/asking.py", "sglang_patches/layer_record.py"), {"time.time"})  # of a record
 IMPORTED = re.compile(r"^\s*(import|from) (.*, )?(time|datetime)\b", re.MULTILINE)
 # of C++ and CUDA; a kernel's clock (globaltimer) is the card's own

@@ -335,7 +335,7 @@ def test_what_takes_long_is_announced(tmp_path, monkeypatch, capsys, quick):
     monkeypatch.setattr(probe, "run", told_before)
     found = gathered(tmp_path, rtx())
     monkeypatch.setattr(facts, "gather", lambda root, environ, **_: found)
-    run(argparse.Namespace(url=None, api_key=None, quick=quick, json=True))
+    run(argparse.Namespace(url=None, api_key=None, quick=quick, json=True, out=None, log=None, profile=None))
     assert capsys.readouterr().err == ""
 
 

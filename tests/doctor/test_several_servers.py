@@ -88,7 +88,8 @@ def test_a_server_that_is_asked_is_judged_by_its_own_reports(two, status, monkey
     monkeypatch.setattr(command, "show", lambda found: told.update({f.check: f for f in found}))
     for asked, pids, is_shadowed in ((port, one, True), (other_port, other, False)):
         told.clear()
-        command.run(Namespace(url=f"http://127.0.0.1:{asked}", api_key=None, quick=True, json=False))
+        given = {"url": f"http://127.0.0.1:{asked}", "quick": True, "json": False}
+        command.run(Namespace(**dict.fromkeys(("api_key", "out", "log", "profile")), **given))
         assert ("shadow mode" in told) is ("layers" in told) is is_shadowed
         assert {f"process {pid}" for pid in pids} == {name for name in told if name.startswith("process ")}
     assert len(here(1).servers) == 6  # of a port that nobody has here, as through Docker: all that is known

@@ -102,7 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.print_json(found)
     else:
-        show(found, out)
+        show(found)
+        if found["identity"]["sglang"] is None:
+            console.say("\nSGLang is not installed here: a server, which has one, will not use this profile")
+        console.say(f"\nWritten to {out}. The server reads it with DSV4_SM120_PROFILE={out.resolve()}")
     return int(any(name.startswith(OURS) for one in operators.values() for name in one["wrong"]))
 
 
@@ -376,7 +379,8 @@ def as_profile(operators: dict[str, dict], device: str, shapes: dict) -> dict:
     }
 
 
-def show(found: dict, out: Path) -> None:
+def show(found: dict) -> None:
+    """The tables of a profile."""
     identity, commit = found["identity"], found["build"]["git_commit"] or "commit unknown"
     console.say(
         f"\n{identity['device']}, driver {identity['driver'] or '?'}, SGLang {identity['sglang'] or 'not installed'}, "
@@ -407,9 +411,6 @@ def show(found: dict, out: Path) -> None:
         console.say(f"{name}: not reached, so the shipped default holds")
     for name, why in found["not_here"].items():
         console.say(f"{name}: {why}, so the shipped default holds")
-    if identity["sglang"] is None:
-        console.say("\nSGLang is not installed here: a server, which has one, will not use this profile")
-    console.say(f"\nWritten to {out}. The server reads it with DSV4_SM120_PROFILE={out.resolve()}")
 
 
 def _verdict(name: str, measured: dict) -> str:

@@ -32,14 +32,36 @@ PROBE_MIB = 1024  # of each card: a CUDA context and buffers; the sums take anot
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="also ask the running server, e.g. http://127.0.0.1:30000")
     parser.add_argument("--api-key", help=f"of that server; others can read it here: better the variable {API_KEY}")
-    parser.add_argument("--quick", action="store_true", help="no copies on the GPUs")
+    parser.add_argument("--quick", action="store_true", help="no copies on the GPUs; of --out what takes seconds")
     parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument(
+        "--out", metavar="FILE", help="one file for an issue: this, status, selftest, calibrate and a server's times"
+    )
+    parser.add_argument("--log", metavar="FILE", help="with --out: the server's log; its start and faults go in")
+    parser.add_argument("--profile", metavar="FILE", help="with --out: calibrate's file (else calibrate is run)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 when a check FAILs; warnings and checks that could not run do not count."""
     if arguments.api_key is not None and arguments.url is None:
         raise console.CommandError("`--api-key` is that of a running server, so it wants --url")
+    if arguments.out is not None:
+        from deepseek_v4_sm120.commands.doctor import attached  # which asks us in turn
+
+        return attached.run(arguments)
+    for name in ("log", "profile"):
+        if getattr(arguments, name) is not None:
+            raise console.CommandError(f"--{name} is for the file that --out writes")
+    _, findings = look(arguments)
+    if arguments.json:
+        console.print_json({"findings": [asdict(f) for f in findings]})
+    else:
+        show(findings)
+    return int(any(f.state == FAIL for f in findings))
+
+
+def look(arguments: argparse.Namespace) -> tuple[facts.Facts, list[Finding]]:
+    """What there is, and what is to be said of it; with --url of the server, too."""
     answers = None
     if arguments.url is not None:  # first: a dead server is told at once
         answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))
@@ -54,11 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if answers is not None:
         variables = next(iter(found.server_environ.values()), None)
         findings += list(server.checks(replace(answers, applied=applied(found), variables=variables)))
-    if arguments.json:
-        console.print_json({"findings": [asdict(f) for f in findings]})
-    else:
-        show(findings)
-    return int(any(f.state == FAIL for f in findings))
+    return found, findings
 
 
 def _probe(found: facts.Facts) -> tuple[dict | None, str | None]:

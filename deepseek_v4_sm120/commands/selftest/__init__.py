@@ -138,6 +138,8 @@ def _told(outcomes: Iterable[Outcome], todo: list[Check], missing: dict[str, tup
     elif failed and "module" not in missing:
         text = without([name for name in OPS if name in failed], settings().choices, TABLE.fixed)
         console.say(f"DSV4_SM120_SET={text} leaves what failed to SGLang")
+    if counts[FAIL] and {"GPU", "module"}.isdisjoint(missing):
+        console.say("`doctor --out FILE` writes what finds the cause from afar: please post it")
     return told
 
 
