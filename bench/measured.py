@@ -178,7 +178,8 @@ SECTIONS = {
     ),
     "e2e_halves_sglang": Section(
         "Prompts in halves",
-        "43 layers with 16 experts over two cards, NCCL through host memory, engines in turn.",
+        "43 layers with 16 experts over two cards, NCCL through host memory, engines in turn. Experts are in bf16 by "
+        "the kernels of `E2E_AS_SM120=wide`, which every card takes by itself since 2026-12-01.",
         {
             "time to all first tokens, ms, best": "time to all first tokens, ms",
             "time to all first tokens, ms, worst": "worst",

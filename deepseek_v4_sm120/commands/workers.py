@@ -14,6 +14,7 @@ from typing import IO
 
 MARK = "answer: "  # begins every line of ours: libraries print, too
 STARTED = "_DSV4_SM120_WORKER"  # in a worker's environment; no setting of users
+LAST_WORDS_S = 10.0  # for one that has said its last answer to end by itself
 KILLED_S = 30.0  # until a process that was killed has ended, but for one that waits in the kernel
 
 

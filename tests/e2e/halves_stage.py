@@ -4,13 +4,11 @@ graphs. To the last bit, at six layers; where every sum has one order behind the
 pass, and the text with EAGLE, too; and the time to the first token through host memory, in passes of 8,192 rows and of
 32,000, for which the host's launches are no more."""
 
-import experts_stage
 import prompt_times
 import prompts_stage
 
 ISSUE = 22
 SETTING = "prompts_in_halves"
-EXPERTS = experts_stage.KERNELS["wide"]
 HALVED, CHUNKED = "same_halves2", "same_chunks_of_a_half2"
 HALVED_GRAPHS, CHUNKED_GRAPHS = "same_halves_graphs2", "same_chunks_graphs_of_a_half2"
 # over four cards, where NCCL's order of terms may hang on the bytes: halves and chunks of one sum the same
@@ -69,20 +67,20 @@ PASSES = {HALVED: 8, HALVED_GRAPHS: 8, TRIED: 4, **{name: 2 for name, (how, _) i
 PASSES |= {HALVED4: 8, HALVED_GRAPHS4: 8}
 PASSES |= {name: 8 if name in (TOGETHER, TOGETHER_GRAPHS) else 4 for name in COMBINED if "unhalved" not in name}
 IMPLEMENTATIONS = {
-    HALVED: f"ours, two cards, {EXPERTS}, prompts in halves",
-    CHUNKED: f"ours, two cards, {EXPERTS}, chunks of a half",
-    HALVED_GRAPHS: f"ours, two cards, {EXPERTS}, prompts in halves, prefill graphs",
-    CHUNKED_GRAPHS: f"ours, two cards, {EXPERTS}, chunks of a half, prefill graphs",
-    HALVED4: f"ours, four cards, {EXPERTS}, prompts in halves",
-    CHUNKED4: f"ours, four cards, {EXPERTS}, chunks of a half",
-    HALVED_GRAPHS4: f"ours, four cards, {EXPERTS}, prompts in halves, prefill graphs",
-    CHUNKED_GRAPHS4: f"ours, four cards, {EXPERTS}, chunks of a half, prefill graphs",
-    WHOLE: f"ours, two cards, {EXPERTS}, prompts whole",
-    AGAIN: f"ours, two cards, {EXPERTS}, prompts whole, another process",
-    TRIED: f"ours, two cards, {EXPERTS}, {prompt_times.PEERS['_no_peers']}, {CHUNKS['']}, as the server finds",
+    HALVED: "ours, two cards, prompts in halves",
+    CHUNKED: "ours, two cards, chunks of a half",
+    HALVED_GRAPHS: "ours, two cards, prompts in halves, prefill graphs",
+    CHUNKED_GRAPHS: "ours, two cards, chunks of a half, prefill graphs",
+    HALVED4: "ours, four cards, prompts in halves",
+    CHUNKED4: "ours, four cards, chunks of a half",
+    HALVED_GRAPHS4: "ours, four cards, prompts in halves, prefill graphs",
+    CHUNKED_GRAPHS4: "ours, four cards, chunks of a half, prefill graphs",
+    WHOLE: "ours, two cards, prompts whole",
+    AGAIN: "ours, two cards, prompts whole, another process",
+    TRIED: f"ours, two cards, {prompt_times.PEERS['_no_peers']}, {CHUNKS['']}, as the server finds",
     **{name: f"ours, reproducible, two cards, {how}" for name, how in COMBINED.items()},
     **{
-        name: f"ours, two cards, {EXPERTS}, {prompt_times.PEERS['_no_peers']}, {CHUNKS[chunk]}, {WORDS[how]}"
+        name: f"ours, two cards, {prompt_times.PEERS['_no_peers']}, {CHUNKS[chunk]}, {WORDS[how]}"
         for name, (how, chunk) in TIMED.items()
     },
 }

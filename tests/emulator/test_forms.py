@@ -17,8 +17,6 @@ from tests.emulator.emulated import called, emulated, library, run
 THREADS = 90  # a warp of which all take part, one of which some do, and one of which some are there
 HEAD = ".visible .entry form(.param .u64 given)\n{\n.reg .pred %p<16>;\n.reg .b16 %h<16>;\n.reg .b32 %r<64>;\n"
 HEAD += ".reg .b64 %d<64>;\n.shared .align 16 .b8 memory[8192];\nld.param.u64 %d60, [given];\nmov.u32 %r60, %tid.x;\n"
-WIDTHS = {"h": 16, "r": 32, "d": 64, "p": 1}
-INTEGERS = ("u16", "s16", "u32", "s32", "u64", "s64")
 
 
 @functools.cache

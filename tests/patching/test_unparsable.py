@@ -45,7 +45,7 @@ def test_a_target(python, tree, kind):
 def test_a_caller(python, tree):
     """Of a target whose own file is fine. Where it stands is in the words."""
     done = python(STATUS, path=[broken(tree, CALLER, "syntax")], check=False)
-    found, by_target = rows(done)
+    found, _ = rows(done)
     (row,) = [row for row in found["patches"] if row["patch"] == "sparse_decode"]
     assert row["state"] == "BROKEN" and "deepseek_v4_backend, which should call" in row["reason"]
     assert "cannot be parsed: line 1: " in row["reason"]

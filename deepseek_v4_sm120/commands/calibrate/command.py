@@ -33,7 +33,6 @@ from deepseek_v4_sm120.specs.provider import OURS, STOCK
 
 WORKER_SECONDS = 600  # of one provider of one operator
 DEVICE_SECONDS = 120
-LAST_WORDS_SECONDS = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -278,7 +277,7 @@ def run_worker(jobs: list[Job], shapes: dict, clock: Clock, progress: console.Pr
             except KeyboardInterrupt:
                 clock.stop()
             finally:
-                code = workers.end(process, LAST_WORDS_SECONDS if min(clock.left(), job_left()) > 0 else 0.0)
+                code = workers.end(process, workers.LAST_WORDS_S if min(clock.left(), job_left()) > 0 else 0.0)
             last = workers.last_words(stderr, code)
         while len(results) < len(jobs) and clock.left() <= 0:  # the job under way, and those behind it
             ended(jobs[len(results)], answers, None)

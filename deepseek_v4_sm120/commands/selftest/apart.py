@@ -21,7 +21,6 @@ from deepseek_v4_sm120.commands import selftest, workers
 from deepseek_v4_sm120.specs.check import Check
 
 LIMIT_S = 600.0  # of one check: whole seconds on a card that is free, but others may hold it
-LAST_WORDS_S = 10.0
 
 
 def outcomes(todo: Sequence[Check], quick: bool, require_gpu: bool) -> Generator[selftest.Outcome, None, None]:
@@ -59,10 +58,10 @@ def _of_process(
                     is_running, begun = False, time.monotonic()
                     yield tell(selftest.Outcome(**answer["outcome"]))
                     if answer["is_lost"] or len(told) == len(todo):
-                        patience = LAST_WORDS_S
+                        patience = workers.LAST_WORDS_S
                         return True
             in_time = left() > 0
-            patience = LAST_WORDS_S if in_time else 0.0
+            patience = workers.LAST_WORDS_S if in_time else 0.0
         finally:
             code = workers.end(process, patience)
             last = workers.last_words(stderr, code)
