@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import logging
 import random
 import sys
 from pathlib import Path
@@ -93,7 +94,16 @@ def pytest_collection_finish(session):
             _shared["torch_python"] = with_torch(make_folder("torch"))
         if "program_python" in asked:
             _shared["program_python"] = with_programs(make_folder("programs"), _shared["torch_python"].command)
+    hand_on_logs()
     gc.freeze()
+
+
+def hand_on_logs():
+    """Three times a test pytest puts its handlers at each logger that hands nothing on to the root, and takes them away
+    again. torch has fifty of these: they hand on, to the same handlers."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+            logger.propagate = True
 
 
 def with_torch(folder):

@@ -333,7 +333,7 @@ def outcome(version, case, seeds, steps):
     return {"seen": seen, "wrong": None}
 
 
-def restarted(version, seed, forms, steps):
+def restarted(version, seed, steps, forms):
     """Servers one after the other by one folder; forms: whether a server has DSPARK's states. -> what each read of the
     folder, and what went wrong."""
     texts, read = [], []
@@ -397,6 +397,7 @@ def take_ours(version):
 
 
 SUITE = {"tight": (1, 60), "EAGLE, write back": (0, 80)}  # case -> seed and steps
+RESTARTED = (2, 20)  # the same of servers one after the other
 
 
 def of_suite(version):
@@ -405,9 +406,9 @@ def of_suite(version):
     install(version)
     found = {"cases": {name: outcome(version, CASES[name], [seed], steps) for name, (seed, steps) in SUITE.items()}}
     found["wrong ones"] = dict(wrong_ones(version))
-    found["alone"] = restarted(version, 3, (True, False), 40)
+    found["alone"] = restarted(version, *RESTARTED, (True, False))
     take_ours(version)
-    found["with ours"] = restarted(version, 3, (True, False, False), 40)
+    found["with ours"] = restarted(version, *RESTARTED, (True, False, False))
     return found
 
 
@@ -423,7 +424,7 @@ def main():
         take_ours(version)
     if "faults" in sys.argv:
         print(json.dumps(dict(wrong_ones(version)), indent=1))
-        print([restarted(version, seed, forms, 60) for seed in seeds for forms in ((True, False), (False, False))])
+        print([restarted(version, seed, 60, forms) for seed in seeds for forms in ((True, False), (False, False))])
         return
     names = sys.argv[3].split(";") if sys.argv[3:] else CASES
     for name in names:

@@ -183,6 +183,7 @@ def everything() -> Everything:
 def install(version):
     """Imports the release, and puts torch where its kernels for a GPU are. Nothing is compiled."""
     torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
+    importlib.import_module("tests.patching.quick_imports")
     _found.append(found := Everything(version))
     found.allocation.assign_req_to_token_pool_func = assign_slots
     if hasattr(found.eagle_utils, "assign_req_to_token_pool_func"):

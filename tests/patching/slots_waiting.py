@@ -14,7 +14,7 @@ LONG, SECOND, SHORT = 30, 12, 20  # pages, pages, tokens
 ARRIVALS = {3: "short 0", 5: "short 1", 6: "short 2"}  # behind the second long one
 FULL = {"chunk": 2, "windows": 16, "requests": 8}
 CROWDED, STREAMS, WAITS = {"tokens": 60, "windows": 30, "chunk": 8, "requests": 8}, (100, 160), 560
-STEPS_BETWEEN = 20  # of its looks, with ours
+STEPS, STEPS_BETWEEN = 120, 20  # the load's; and of its looks, with ours
 
 
 def passes(version, case, arrivals):
@@ -90,6 +90,6 @@ def with_ours(version):
         load.changed(short_prompts, "_kept_for_others", counted),
         load.changed(waiting_prompts, "TOKENS_OF_A_STEP", model.PAGE),
     ):
-        found = {"random": load.outcome(version, FULL, range(1)), "shorter": seen["shorter"]}
+        found = {"random": load.outcome(version, FULL, range(1), STEPS), "shorter": seen["shorter"]}
     with load.changed(waiting_prompts, "TOKENS_OF_A_STEP", WAITS // STEPS_BETWEEN):
         return found | alone(version)

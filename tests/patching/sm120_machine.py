@@ -6,15 +6,13 @@ that takes anything. SGLang's own code is the wheel's, untouched.
 
 import importlib.abc
 import importlib.machinery
-import inspect
-import linecache
 import sys
 import types
 
+import quick_imports  # noqa: F401  this folder's
 import torch
 import torch._dynamo  # before the stand-ins: torch probes for optional packages itself
 import torch.distributed  # noqa: F401
-import triton.runtime.jit
 
 STOOD_IN = {
     *("sgl_kernel", "flashinfer", "deep_gemm", "tilelang", "tvm_ffi", "cuda", "torch_memory_saver"),
@@ -119,14 +117,6 @@ def _register_fake(name, *args, **kwargs):
     return _true_register_fake(name, *args, **kwargs)
 
 
-def _lines(function):
-    """inspect.getsourcelines, without tokenizing a kernel's text to see where it ends: to the last line that has code.
-    Triton asks it of every kernel at its decoration, and here none is compiled."""
-    first = function.__code__.co_firstlineno
-    last = max(line or first for *_, line in function.__code__.co_lines())
-    return linecache.getlines(inspect.getsourcefile(function))[first - 1 : last], first
-
-
 sys.meta_path.append(_Finder())
 torch.version.cuda = "13.0"
 torch.cuda.is_available = lambda: True
@@ -138,7 +128,3 @@ torch.cuda.get_device_properties = lambda device=None: _Properties
 torch.cuda.mem_get_info = lambda device=None: (MEMORY - (1 << 30), MEMORY)
 _true_register_fake = torch.library.register_fake
 torch.library.register_fake = _register_fake
-triton.runtime.jit.inspect = types.SimpleNamespace(**{**vars(inspect), "getsourcelines": _lines})  # a seventh of it
-torch._library.utils.get_source = lambda level: "its place"  # of operators, for messages: a tenth of an import
-# whether an operator's module has said that it needs another one, by the paths of all modules: a twentieth
-torch.library.inspect = types.SimpleNamespace(**{**vars(inspect), "getmodule": lambda frame: None})

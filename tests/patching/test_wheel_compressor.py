@@ -17,7 +17,7 @@ from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import compressor as adapter
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR, MODULE
 from deepseek_v4_sm120.specs.compressor import KINDS, Request, make_inputs, make_step, planned
-from tests.patching.test_wheel_wo_a import QUIET, GivenImports
+from tests.patching.test_wheel_wo_a import QUIET, compiled
 from tests.patching.wheels import RELEASES, content, every_release, members, since, tree
 
 METHOD = "_forward_compress_all_in_one"
@@ -83,9 +83,7 @@ def mixin(wheel, launches: list):
         "compress_forward": compress_forward,
         "compress_norm_rope_store": compress_norm_rope_store,
     }
-    node = GivenImports().visit(copy.deepcopy(class_of(wheel)))
-    future = ast.parse("from __future__ import annotations").body
-    code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
+    code, _ = compiled(class_of(wheel))
     for name in ("_is_hip", "envs", "Optional", "torch"):
         names.setdefault(name, QUIET)
     exec(code, names)

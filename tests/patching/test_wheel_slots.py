@@ -8,7 +8,6 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 LOAD = "from tests.patching import slots_random_load; slots_random_load.main()"
-SEEDS = "1"
 SEEN = ("Wrong", "AssertionError")  # by us, by SGLang: what else ends a run is a program that is wrong itself
 OUT = "RuntimeError Decode out of memory"  # SGLang's own words
 
@@ -40,7 +39,7 @@ def test_every_slot_holds_what_its_readers_take_it_for(found):
     """Prompts in chunks, prefixes, drafts, ends, aborts, retraction, pauses, flushes; and each fault that is put into
     0.5.23, or into what is known of a pass, is seen, as are those of its own that `preempted_requests` and
     `waiting_chunks` mend. The same with a hierarchical cache."""
-    found = found("0.5.23", SEEDS)
+    found = found("0.5.23", "suite")
     assert {name: case["wrong"] for name, case in found["cases"].items() if case["wrong"]} == {}
     for name, case in found["cases"].items():
         assert case["seen"]["answered"] > 20 and case["seen"]["aborted"] > 0, name

@@ -6,6 +6,7 @@ import builtins
 import concurrent.futures
 import copy
 import functools
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -64,12 +65,25 @@ QUIET = Quiet()
 NO_FUSION = "current_mhc_post_fusion"  # 0.5.21: asked with `is None`; DeepSeek-V4.1's
 
 
-class GivenImports(ast.NodeTransformer):
-    """Imports inside of functions give what the test has for them in GIVEN, and quiet names: nothing of SGLang."""
+def given_imports(node):
+    """The node, or a copy of it where it has imports inside of functions: these give what the test has for them in
+    GIVEN, and quiet names; nothing of SGLang. All that has none is the node's own."""
+    changed = {}
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        if statements := getattr(node, name, None):
+            made = [new for one in statements for new in (_given(one) if isinstance(one, ast.ImportFrom) else [one])]
+            made = [given_imports(one) for one in made]
+            if any(new is not one for new, one in itertools.zip_longest(made, statements)):
+                changed[name] = made
+    if changed:
+        node = copy.copy(node)
+        vars(node).update(changed)
+    return node
 
-    def visit_ImportFrom(self, node):
-        names = [(alias.name, alias.asname or alias.name) for alias in node.names]
-        return [ast.parse(f"{name} = GIVEN.get({asked!r}, QUIET)").body[0] for asked, name in names]
+
+def _given(node):
+    names = [(alias.name, alias.asname or alias.name) for alias in node.names]
+    return [ast.parse(f"{name} = GIVEN.get({asked!r}, QUIET)").body[0] for asked, name in names]
 
 
 class Mxfp8SwizzledInput(tuple):
@@ -85,19 +99,19 @@ def definition(wheel, qualname, module=MODEL):
 
 
 @functools.cache
-def compiled(wheel, qualname, module=MODEL):
-    """(code that defines it, the names it uses)"""
-    node = GivenImports().visit(copy.deepcopy(definition(wheel, qualname, module)))
+def compiled(node):
+    """(code that defines it, the names it uses); of a definition that several releases have once"""
+    node = given_imports(node)
     future = ast.parse("from __future__ import annotations").body
-    code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
+    code = compile(ast.Module([*future, node], []), "wheel", "exec")
     return code, {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not hasattr(builtins, n.id)}
 
 
 def take(wheel, names: dict, qualname, module=MODEL):
     """The definition, with `names` as its globals, and quiet ones where they lack something; None: there is none."""
-    if definition(wheel, qualname, module) is None:
+    if (node := definition(wheel, qualname, module)) is None:
         return None
-    code, used = compiled(wheel, qualname, module)
+    code, used = compiled(node)
     names.setdefault("GIVEN", {NO_FUSION: lambda: None})
     for name in {"QUIET", *used}:
         names.setdefault(name, QUIET)

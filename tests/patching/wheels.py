@@ -151,10 +151,14 @@ def tree(wheel: Path, module: str) -> ast.Module:
 def definition(wheel: Path, module: str, qualname: str) -> ast.AST | None:
     """contract.find_definition in a module, which tests share likewise; None where it has none. A function's or a
     method's lines alone are parsed where they are told by the text."""
-    path = WheelSources(wheel).path(module)
-    key = identity(wheel, str(path))
+    return _definition(_text_of(wheel, module), qualname)
+
+
+@functools.cache
+def _text_of(wheel: Path, module: str) -> tuple[str, int, int]:
+    key = identity(wheel, str(WheelSources(wheel).path(module)))
     _wheels.setdefault(key, wheel)
-    return _definition(key, qualname)
+    return key
 
 
 @functools.lru_cache(maxsize=2000)
