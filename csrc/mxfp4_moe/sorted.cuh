@@ -313,7 +313,7 @@ __device__ __forceinline__ void multiply_units(const SortedParams& p, SortedShar
 
 template <bool kGated>
 __global__ void __launch_bounds__(kSortedThreads, 1) sorted_kernel(const SortedParams p) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
+  extern __shared__ __align__(256) unsigned char shared_memory[];  // of one name, so of one alignment with wide.cuh's
   SortedShared& s = *reinterpret_cast<SortedShared*>(shared_memory);
   if (threadIdx.x < kSortedStages) {
     s.full[threadIdx.x].init(kCopyThreads);

@@ -288,8 +288,8 @@ __device__ __forceinline__ void multiply_wide_units(const SortedParams& p, WideS
 
 template <bool kGated>
 __global__ void __launch_bounds__(kSortedThreads, 1) wide_kernel(const SortedParams p) {
-  extern __shared__ __align__(256) unsigned char wide_memory[];  // by the name of sorted.cuh's it would be aligned as that is
-  WideShared& s = *reinterpret_cast<WideShared*>(wide_memory);
+  extern __shared__ __align__(256) unsigned char shared_memory[];
+  WideShared& s = *reinterpret_cast<WideShared*>(shared_memory);
   if (threadIdx.x < kWideStages) {
     s.full[threadIdx.x].init(kCopyThreads);
     s.empty[threadIdx.x].init(kMathThreads / 32);

@@ -113,9 +113,8 @@ def test_a_file_is_added_to_and_no_other_is_touched(write, tmp_path):
 
 
 def test_what_is_interrupted_has_written_what_was_there(write, tmp_path):
-    interrupt = (
-        f"import os, time; print('begun', flush=True); os.kill({os.getpid()}, {int(signal.SIGINT)}); time.sleep(9)"
-    )
+    it = f"os.kill({os.getpid()}, {int(signal.SIGINT)})"  # once it is waited for
+    interrupt = f"import os, time; print('begun', flush=True); time.sleep(0.3); {it}; time.sleep(9)"
     with pytest.raises(KeyboardInterrupt):
         write(code(interrupt), code("print('never')"))
     text = (tmp_path / "card.txt").read_text()

@@ -126,17 +126,17 @@ def _of_process(part: Part, environ: dict[str, str], write) -> int | None:
     """A part's exit status, None where it did not end in time; what it says is written."""
     started = time.monotonic()
     words = [facts.python(), *part.words]
-    status, end = None, "interrupted"
+    child, status, end = None, None, "interrupted"
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as aside:
-        nothing = subprocess.DEVNULL
-        child = subprocess.Popen(words, stdin=nothing, stdout=out, stderr=aside, env=environ, start_new_session=True)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": aside}
         try:
+            child = subprocess.Popen(words, **pipes, env=environ, start_new_session=True)
             status = child.wait(part.limit_s)
             end = _in_words(status)
         except subprocess.TimeoutExpired:
             end = f"NOT AT ITS END after {part.limit_s:.0f} s"
         finally:
-            end += _stop(child)
+            end += _stop(child) if child is not None else ""
             write(f"\n==== {part.name}: {end}, {time.monotonic() - started:.0f} s")
             write(_text_of(out, MOST_SIGNS))
             if said := _text_of(aside, MOST_ASIDE):
