@@ -313,8 +313,11 @@ class Server:
         answers = self.alone if self.kind.under_load else None
         self.spec = dataclasses.replace(self.spec, answers=answers, used=quiet["used"])
 
+    def prefills(self) -> Counter:
+        return Counter(prefills([self.process.log.read_text(errors="replace")]))
+
     def load(self, seconds: float) -> None:
-        ramp_s = self.stage.arguments.ramp_s
+        ramp_s, before = self.stage.arguments.ramp_s, self.prefills()
         seen = self.ask(soak_load.run, seconds, 19 * 5000)  # 19 kinds: numbers that the warm-up did not have
         begin, end = seen["begin"] + ramp_s, seen["end"]
         kinds = set(soak_load.KINDS) - ({"marker"} if self.spec.answers is None else set())
@@ -330,7 +333,7 @@ class Server:
             "ran_at_once": seen["ran_at_once"],
             "buckets": buckets(seen["answers"], begin, end),
         }
-        self.found["prefills"] = prefills([self.process.log.read_text(errors="replace")])
+        self.found["prefills"] = {ran: count - before[ran] for ran, count in self.prefills().items()}
         self.seen, self.judged = seen, (begin, end)
         series = {HOST: [(t, mib.total()) for t, mib in self.points]}
         for role in sorted({role for _, mib in self.points for role in mib}):
