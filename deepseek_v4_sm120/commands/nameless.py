@@ -21,34 +21,12 @@ OF_USERS = ("USER", "LOGNAME", "USERNAME", "SUDO_USER")
 OF_HOSTS = ("HOSTNAME", "HOST", "NODE_NAME", "SLURMD_NODENAME", "POD_NAME")
 # names that tell nobody's, or that are words of such a file
 COMMON = {
-    *(
-        "root",
-        "user",
-        "users",
-        "ubuntu",
-        "nobody",
-        "admin",
-        "docker",
-        "nvidia",
-        "localhost",
-        "localdomain",
-        "container",
-    ),
+    *("root", "user", "users", "ubuntu", "nobody", "admin", "docker", "nvidia", "localhost", "localdomain"),
     *("gpu", "host", "server", "model", "models", "cuda", "torch", "sglang", "max", "test", "home", "data", "ip6"),
+    "container",
 }
-SYSTEM = (
-    "usr",
-    "opt",
-    "sys",
-    "proc",
-    "dev",
-    "etc",
-    "lib",
-    "lib64",
-    "tmp",
-    "root",
-    "sgl-workspace",
-)  # folders at the top
+# folders at the top
+SYSTEM = ("usr", "opt", "sys", "proc", "dev", "etc", "lib", "lib64", "tmp", "root", "sgl-workspace")
 PUBLIC = ("127.0.0.1", "localhost", "0.0.0.0", "github.com", "huggingface.co", "pypi.org")
 LEAST_SECRET = 6  # signs of a variable's value that is hidden wherever it stands
 FIRST_USER, LAST_USER = 1000, 60_000  # numbers of accounts of people

@@ -15,6 +15,7 @@ from typing import IO
 MARK = "answer: "  # begins every line of ours: libraries print, too
 STARTED = "_DSV4_SM120_WORKER"  # in a worker's environment; no setting of users
 LAST_WORDS_S = 10.0  # for one that has said its last answer to end by itself
+NOT_KILLED = "it cannot be killed: the driver holds it"
 KILLED_S = 30.0  # until a process that was killed has ended, but for one that waits in the kernel
 
 
@@ -58,13 +59,14 @@ def answers(process: subprocess.Popen, left: Callable[[], float]) -> Iterator[di
 
 def end(process: subprocess.Popen, patience: float) -> int | None:
     """A worker's exit status, after the end of what is left of it and of the compilers that it started; None where it
-    does not end when it is killed."""
+    does not end when it is killed. Of any process that has a session of its own."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.stdout.close()
-    process.stdin.close()
+    for pipe in (process.stdout, process.stdin):
+        if pipe is not None:
+            pipe.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(KILLED_S)
     return None
@@ -73,14 +75,18 @@ def end(process: subprocess.Popen, patience: float) -> int | None:
 def last_words(stderr: IO, code: int | None) -> str:
     """The last line that an ended worker wrote, and what ended it where that was a signal; code: as of `end`."""
     if code is None:
-        return "it cannot be killed: the driver holds it"
+        return NOT_KILLED
     stderr.seek(0)
     lines = stderr.read().decode(errors="replace").strip().splitlines()
     said = lines[-1][:200] if lines else ""
     if code >= 0:
         return said or f"no message, exit status {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time one
-        name = f"signal {-code}"
+    name = signal_name(-code)
     return f"{name}: {said}" if said else f"{name}, no message"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"

@@ -25,6 +25,7 @@ from deepseek_v4_sm120.commands.disclosure import redacted
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
 from deepseek_v4_sm120.commands.ending import as_interrupts
+from deepseek_v4_sm120.commands.models_table import TENSOR_PARALLEL
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import json_file, profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=int,
         default=2,
-        choices=(1, 2, 4, 8),
+        choices=TENSOR_PARALLEL,
         help="cards of the plan; shapes are those of one (default: 2)",
     )
     parser.add_argument("--context", type=int, default=393_216, help="longest request in tokens (default: 393216)")

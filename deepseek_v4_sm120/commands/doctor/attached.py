@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120.commands import console, nameless
+from deepseek_v4_sm120.commands import console, nameless, workers
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.disclosure import API_KEY
 from deepseek_v4_sm120.commands.doctor import facts, http_get
@@ -33,7 +33,7 @@ HEAD = "deepseek_v4_sm120: a card and its server"
 MODULE = ("-m", "deepseek_v4_sm120")
 PARTS = ("-m", "deepseek_v4_sm120.commands.doctor.parts")
 MOST_SIGNS, MOST_ASIDE = 200_000, 12_000  # of what a part says, and of its stderr
-ENDS_S, KILLED_S = 20.0, 10.0  # to write what it has, when its time is over; until one that is killed has ended
+ENDS_S = 20.0  # to write what it has, when its time is over
 ROOT = Path("/")
 
 
@@ -132,7 +132,7 @@ def _of_process(part: Part, environ: dict[str, str], write) -> int | None:
         try:
             child = subprocess.Popen(words, **pipes, env=environ, start_new_session=True)
             status = child.wait(part.limit_s)
-            end = _in_words(status)
+            end = f"exit status {status}" if status >= 0 else f"ended by {workers.signal_name(-status)}"
         except subprocess.TimeoutExpired:
             end = f"NOT AT ITS END after {part.limit_s:.0f} s"
         finally:
@@ -144,29 +144,12 @@ def _of_process(part: Part, environ: dict[str, str], write) -> int | None:
     return status
 
 
-def _in_words(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"ended by {signal.Signals(-status).name}"
-    except ValueError:  # a real-time one
-        return f"ended by signal {-status}"
-
-
 def _stop(child: subprocess.Popen) -> str:
     """Ends what is left of it and of those that it started; in words where that fails."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(ENDS_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    try:
-        child.wait(KILLED_S)
-    except subprocess.TimeoutExpired:
-        return ", cannot be killed: the driver holds it"
-    return ""
+    return f"; {workers.NOT_KILLED}" if workers.end(child, ENDS_S) is None else ""
 
 
 def _text_of(file: IO[bytes], most: int) -> str:

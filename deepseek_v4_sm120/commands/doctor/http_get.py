@@ -4,6 +4,7 @@ sentence."""
 from __future__ import annotations
 
 import http.client
+import json
 import queue
 import threading
 import urllib.error
@@ -63,6 +64,21 @@ def get(url: str, api_key: str | None = None, sent: bytes | None = None, limit_s
     if isinstance(found, Exception):
         raise found
     return found
+
+
+def generate(
+    url: str, api_key: str | None, prompts: list[list[int]], new: int, limit_s: float
+) -> tuple[list, str | None]:
+    """(what /generate answers to prompts at once, of each `new` tokens behind it, greedily; its text). Of a server that
+    answers otherwise than SGLang does the list has other things than an object for each prompt."""
+    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    body = json.dumps({"input_ids": prompts, "sampling_params": sampling}).encode()
+    text = get(f"{url}/generate", api_key, body, limit_s)
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        found = None
+    return found if isinstance(found, list) else [found], text
 
 
 class _SameServer(urllib.request.HTTPRedirectHandler):

@@ -21,6 +21,7 @@ from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError, say
 from deepseek_v4_sm120.commands.disclosure import API_KEY, redacted
 from deepseek_v4_sm120.commands.doctor import command, facts, nvidia_smi, server, server_figures, server_log
+from deepseek_v4_sm120.commands.models_table import TENSOR_PARALLEL
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.spec import PatchError
@@ -173,7 +174,8 @@ def selftest() -> int:
 
 def calibration() -> int:
     """A new one, which is not kept; of a plan of as many cards as there are."""
-    cards = max((n for n in (1, 2, 4, 8) if n <= _free_cards()), default=1)
+    there = _free_cards()
+    cards = max((n for n in TENSOR_PARALLEL if n <= there), default=1)
     with tempfile.TemporaryDirectory() as folder:
         out = ["--out", os.path.join(folder, "profile.json"), "--limit-s", str(CALIBRATE_S)]
         return commands(["calibrate", "--gpus", str(cards), *out])

@@ -3,7 +3,6 @@ steps behind them, steps of several streams. Standard library only."""
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -79,16 +78,10 @@ def _prompt(length: int) -> list[int]:
 
 
 def _asked(base: str, api_key: str | None, prompts: list[list[int]], new: int) -> Timed:
-    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-    body = json.dumps({"input_ids": prompts, "sampling_params": sampling}).encode()
     start = time.perf_counter()
-    text = http_get.get(f"{base}/generate", api_key, body, LIMIT_S)
+    found, _ = http_get.generate(base, api_key, prompts, new, LIMIT_S)
     seconds = time.perf_counter() - start
-    try:
-        found = json.loads(text or "null")
-    except ValueError:
-        found = None
-    said = [one.get("meta_info") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    said = [one.get("meta_info") for one in found if isinstance(one, dict)]
     if len(said) != len(prompts) or not all(
         isinstance(one, dict) and one.get("completion_tokens") == new for one in said
     ):

@@ -93,14 +93,7 @@ def send(url: str, api_key: str | None, groups: list[list[list[int]]], new: int,
 
 
 def _answers(url: str, api_key: str | None, prompts: list[list[int]], new: int) -> list[list[int]]:
-    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-    body = json.dumps({"input_ids": prompts, "sampling_params": sampling}).encode()
-    text = http_get.get(f"{url}/generate", api_key, body, LIMIT_S)
-    try:
-        answers = json.loads(text or "null")
-    except ValueError:
-        answers = None
-    answers = answers if isinstance(answers, list) else [answers]
+    answers, text = http_get.generate(url, api_key, prompts, new, LIMIT_S)
     tokens = [one.get("output_ids") if isinstance(one, dict) else None for one in answers]
     if len(tokens) != len(prompts) or not all(isinstance(one, list) and one for one in tokens):
         raise CommandError(f"{url}/generate does not answer as SGLang does: {one_line(text, 120)!r}")
