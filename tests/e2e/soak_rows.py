@@ -21,6 +21,7 @@ IMPLEMENTATIONS = {
     "eagle": "ours, as shipped, EAGLE 3/1/4",
     "tp2": "ours, reproducible, two cards",
     GRAPHS: "ours, reproducible, prefill graphs",
+    "dspark3": "ours, reproducible, DSPARK with a block of 3",
     STOCK: "SGLang stock",
 }
 ISSUE = 23

@@ -10,6 +10,7 @@ reproducible   the same with reproducible=on: markers are asked under the load a
 eagle314       reproducible=on, EAGLE 3/1/4, the next card: markers repeat to the token; eagle: as shipped
 tp2            reproducible=on, over both cards with our sums
 graphs         reproducible=on, prompts to 2,048 tokens in graphs
+dspark3        reproducible=on, DSPARK with a block of 3
 stock          SGLang alone: what it leaves and gathers by itself
 
 Each starts, is warmed up by the same load for --warm-s, comes to rest, is looked at, runs for --seconds, comes to rest
@@ -56,6 +57,7 @@ from tests.e2e.stages import (  # noqa: E402
     PAGED_EXTEND,
     PAGED_INDEX,
     REPRODUCIBLE,
+    dspark,
     eagle,
     sets,
     sums,
@@ -98,6 +100,7 @@ SERVERS = {
     "reproducible": Kind("0", environment=REPRODUCIBLE),
     "eagle": Kind("1", tuple(eagle(3)), same="text", under_load=False),
     "graphs": Kind("0", environment=GRAPHS_OF_PROMPTS),
+    "dspark3": Kind("1", tuple(dspark(**FEW_EXPERTS)), REPRODUCIBLE, same="text"),
     "stock": Kind("0", patched=False, under_load=False),
 }
 ESSENTIAL = ("plain", "eagle314", "tp2")
