@@ -42,9 +42,9 @@ def host(root: Path, *, devices=TWINS, down=("rocep1s0f0",), mtu=9000, verbs=Tru
     return networks.read(root)
 
 
-def found(net, environ=None, gpus=(SPARK,), servers=None):
+def found(net, environ=None, gpus=(SPARK,), servers=None, hosts=None):
     smi = Smi(tuple(gpus), "580.95", "13.0", {})
-    told = facts.Facts(smi, networks=net, environ=environ or {}, server_environ=servers or {})
+    told = facts.Facts(smi, networks=net, environ=environ or {}, server_environ=servers or {}, hosts=hosts)
     return list(network_checks.checks(told))
 
 
@@ -58,7 +58,16 @@ def test_a_spark_with_its_cable_is_fine(tmp_path):
 
 def test_a_machine_that_is_alone_is_asked_nothing(tmp_path):
     pro = dataclasses.replace(SPARK, name="NVIDIA RTX PRO 6000 Blackwell")
-    assert found(host(tmp_path, devices=(), down=(), wifi=True), gpus=(pro,)) == []
+    net = host(tmp_path, devices=(), down=(), wifi=True)
+    assert found(net, gpus=(pro,)) == []
+    assert found(net, dict.fromkeys(BY_CABLE, "lo"), gpus=(pro,)) == [], "nobody else is at the loopback"
+    assert found(net, dict.fromkeys(BY_CABLE, "eth7"), gpus=(pro,)), "two hosts"
+
+
+def test_of_a_server_on_one_host_nothing_is_asked(tmp_path):
+    net, asked = host(tmp_path, mtu=1500), {"NCCL_SOCKET_IFNAME": "eth7"}
+    assert found(net, asked, hosts=1) == []
+    assert len(found(net, asked, hosts=2)) == len(found(net, asked)) == 2
 
 
 @pytest.mark.parametrize(

@@ -172,11 +172,12 @@ def test_the_memory_of_a_server_without_reports_is_its_own(tmp_path, monkeypatch
     )
     found = gathered(tmp_path, xml)
     monkeypatch.setattr(facts, "gather", lambda root, environ, **_: found)
-    monkeypatch.setattr(command.server, "ask", lambda url, key: server.Answers(PLANNED, None))
+    monkeypatch.setattr(command.server, "ask", lambda url, key: server.Answers(PLANNED | {"nnodes": 2}, None))
     url = "http://127.0.0.1:1" if is_serving else None
     command.run(argparse.Namespace(url=url, api_key=None, quick=True, json=True, out=None, log=None, profile=None))
     told = finding(gpu_checks.checks(found), "memory of GPU 0")
     assert told.state == (OK if is_serving else WARN)
+    assert found.hosts == (2 if is_serving else None)
     assert is_serving or ("sglang::scheduler (pid 4) has 92000 MiB" in told.found and "--url" in told.fix)
 
 

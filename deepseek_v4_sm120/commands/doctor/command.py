@@ -67,7 +67,8 @@ def look(arguments: argparse.Namespace) -> tuple[facts.Facts, list[Finding]]:
         answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))
     port = None if arguments.url is None else http_get.port_of(arguments.url)
     found = facts.gather(Path("/"), os.environ, port=port)
-    found.is_serving = answers is not None
+    if answers is not None:
+        found.is_serving, found.hosts = True, answers.get("nnodes")
     if arguments.quick:
         found.probe_problem = "not tried: --quick"
     elif found.smi.gpus:

@@ -69,6 +69,7 @@ class Facts:
     probe: dict | None = None
     probe_problem: str | None = None
     is_serving: bool = False  # a server answered: --url
+    hosts: int | None = None  # that it runs on, as it says
 
     @property
     def used(self) -> set[int]:

@@ -1,4 +1,5 @@
-"""Checks of the way to other hosts: of a machine that has RDMA, or a GPU that holds the model only beside another's."""
+"""Checks of the way to other hosts: of a machine that has RDMA, or a GPU that holds the model only beside another's.
+Of none where a server answers that has no other host."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from deepseek_v4_sm120.commands.plan import cards
 BETWEEN = "network between hosts"
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 DEVICES, NO_RDMA, NET = "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET"
+LOOPBACK = "lo"
 WHOLE_PACKETS = 4200  # of an interface: RoCE then sends 4,096 bytes at a time, at 1,500 as Ethernet comes 1,024
 BY_SOCKETS = "87 sums a step between the hosts go by TCP, each some 100 us and more for 20 to 30"
 
@@ -21,8 +23,8 @@ def checks(facts: Facts) -> Iterator[Finding]:
     is_spark = any(cards.of_name(gpu.name).is_hosts for gpu in facts.smi.gpus)
     told = [facts.environ, *facts.server_environ.values()]
     environ = {name: value for one in told for name, value in one.items()}  # a server's own, where there is one
-    is_asked = any(environ.get(name) for name in (*SOCKETS, DEVICES))
-    if not (net.devices or is_spark or is_asked):
+    is_asked = any(environ.get(name, LOOPBACK) not in ("", LOOPBACK) for name in (*SOCKETS, DEVICES))
+    if facts.hosts == 1 or not (net.devices or is_spark or is_asked):
         return
     found = [*_rdma(net, environ, is_spark), *_sockets(net, environ)]
     yield from found
@@ -78,14 +80,14 @@ def _sockets(net: Networks, environ: dict[str, str]) -> Iterator[Finding]:
             there = [one for one in up if any(one == n or (not exact and one.startswith(n)) for n in names)]
             if not there:
                 yield warn(
-                    BETWEEN, f"{name}={asked}: not up here", waits, f"of {', '.join(sorted(up - {'lo'}))} that one"
+                    BETWEEN, f"{name}={asked}: not up here", waits, f"of {', '.join(sorted(up - {LOOPBACK}))} that one"
                 )
     if net.looped and not environ.get(SOCKETS[1]):
         found = f"/etc/hosts has {net.looped} at 127.x, and {SOCKETS[1]} is not set"
         cost = "gloo tells the other hosts that address, at which they find themselves: a start ends, or waits"
         yield warn(BETWEEN, found, cost, f"{SOCKETS[1]}=<the interface between the hosts>, on each")
     unset = [name for name in SOCKETS if not environ.get(name)]
-    others = [one for one in net.interfaces if one.is_up and one.name != "lo" and (one.is_wireless or one.is_made)]
+    others = [one for one in net.interfaces if one.is_up and one.name != LOOPBACK and (one.is_wireless or one.is_made)]
     if unset and others:
         found = f"{', '.join(unset)} unset beside {', '.join(one.name for one in others)}"
         cable = next((d.interface for d in net.active if d.interface in up), "<interface>")
