@@ -159,8 +159,10 @@ def _head_part(found: dict) -> Iterator[str]:
 def _table_part(found: dict) -> Iterator[str]:
     from deepseek_v4_sm120.patching import report
 
-    rows = [("patch", "state", "target", "reason")]
-    rows += [(row["patch"], row["state"], _short(row["target"]), _reason(row)) for row in found["patches"]]
+    rows = [(row["patch"], row["state"], _short(row["target"]), _reason(row)) for row in found["patches"]]
+    if len({row[1:] for row in rows}) == 1:  # without SGLang, say
+        rows = [(f"all {len(rows)}", *rows[0][1:])]
+    rows.insert(0, ("patch", "state", "target", "reason"))
     yield from ("", report.table(rows), "", report.table(_default_rows(found)))
 
 

@@ -493,6 +493,8 @@ def status(python, *arguments, **options):
 def test_status_without_sglang_and_torch():
     done = status(Python(sys.executable), flags=["-S"], path=[])
     assert "SGLang            not found" in done.stdout and "sparse_decode" in done.stdout
+    assert done.stdout.count("sglang is not on this") == 1, "one line for what is true of all"
+    assert f"\nall {len(TABLE.patches)} " in done.stdout
 
 
 def test_status_json(python, tree):
@@ -509,7 +511,7 @@ def test_status_of_a_broken_tree_and_of_off(python, tree):
     done = status(python, path=[host], check=False)
     assert done.returncode == 1 and "BROKEN" in done.stdout and "does not define" in done.stdout
     off = status(python, path=[host], env={"DSV4_SM120": "off"})
-    assert "OFF" in off.stdout and "BROKEN" not in off.stdout
+    assert off.stdout.count("OFF") == 1 and "BROKEN" not in off.stdout
 
 
 def test_status_shows_what_processes_reported(python, tree, tmp_path):
