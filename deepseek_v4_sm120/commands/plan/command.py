@@ -15,6 +15,7 @@ from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi, visible
 from deepseek_v4_sm120.commands.doctor.visible import ORDER, VISIBLE
+from deepseek_v4_sm120.commands.models_table import TENSOR_PARALLEL
 from deepseek_v4_sm120.commands.plan import cards as kinds
 from deepseek_v4_sm120.commands.plan import host_cache, hosts, launch, models, roofline, stages
 from deepseek_v4_sm120.commands.plan.remedies import remedies
@@ -199,7 +200,7 @@ def _machine(arguments: argparse.Namespace) -> tuple[kinds.Card, int, int, int |
         return asked, gpus, int(memory_gb * asked.mib_per_gb), None
     found = cards(nvidia_smi.read(facts.run_command).gpus, os.environ)
     card = asked or (kinds.of_name(found[0].name) if found and found[0] is not None else kinds.PRO)
-    usable = max((tp for tp in launch.TPS if tp <= len(found)), default=1 if card.is_hosts else 2)
+    usable = max((tp for tp in TENSOR_PARALLEL if tp <= len(found)), default=1 if card.is_hosts else 2)
     gpus = usable if gpus is None else gpus
     if memory_gb is not None or not found or asked is not None:
         return card, gpus, int((card.gb if memory_gb is None else memory_gb) * card.mib_per_gb), None

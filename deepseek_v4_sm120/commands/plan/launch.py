@@ -13,6 +13,7 @@ from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.doctor.gpu_checks import IDLE_MEMORY_MIB
 from deepseek_v4_sm120.commands.doctor.software_checks import ATTENTION_VARIABLE
+from deepseek_v4_sm120.commands.models_table import TENSOR_PARALLEL
 from deepseek_v4_sm120.commands.plan import cards, choices, host_cache, hosts, memory, roofline, stages
 from deepseek_v4_sm120.commands.plan.models import FP8, Model
 from deepseek_v4_sm120.commands.plan.request import DRAFT_HEAD, Flag, Plan, Request
@@ -22,7 +23,6 @@ from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
-TPS = (1, 2, 4, 8)
 REPORTED_PER_GB = cards.PRO.mib_per_gb  # MiB that the driver reports per GB of the label
 CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
 DECODE_SHARE, MOST_INTERVAL = 0.3, 32  # of the time while a long prompt is read; steps for it
@@ -50,7 +50,7 @@ def check(request: Request) -> None:
         raise CommandError(f"--gpus must be at least 1, got {request.gpus}")
     stages.check(request)
     host_cache.check(request)
-    usable = [tp for tp in TPS if m.heads % tp == 0 and m.o_groups % tp == 0]
+    usable = [tp for tp in TENSOR_PARALLEL if m.heads % tp == 0 and m.o_groups % tp == 0]
     if request.ranks not in usable and request.stages > 1:
         of = f"--pp-size {request.stages} of --gpus {request.gpus} are {request.ranks} cards a stage"
         raise CommandError(f"{of}; {m.name} divides into {usable} ranks")

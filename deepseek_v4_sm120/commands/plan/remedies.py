@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.models_table import TENSOR_PARALLEL
 from deepseek_v4_sm120.commands.plan import launch
-from deepseek_v4_sm120.commands.plan.launch import TPS
 from deepseek_v4_sm120.commands.plan.models import FLASH, FP4, FP8
 from deepseek_v4_sm120.commands.plan.request import Request
 
@@ -22,7 +22,7 @@ def remedies(request: Request) -> list[str]:
 
 
 def _one_by_one(r: Request) -> Iterator[str]:
-    found = next((tp for tp in TPS if tp > r.gpus and _fits(r, **_of(r, tp))), None)
+    found = next((tp for tp in TENSOR_PARALLEL if tp > r.gpus and _fits(r, **_of(r, tp))), None)
     if found:
         yield _cards(r, found)
     found = next((n for n in _halved(r.context, LEAST_CONTEXT) if _fits(r, context=n)), None)
@@ -44,7 +44,7 @@ def _one_by_one(r: Request) -> Iterator[str]:
 def _at_once(r: Request) -> Iterator[str]:
     """The fewest cards on which it fits, and the fewest halvings there of context and streams; of FP8 experts that fit
     nowhere the same with FP4."""
-    for tp in (tp for tp in TPS if tp >= r.gpus):
+    for tp in (tp for tp in TENSOR_PARALLEL if tp >= r.gpus):
         contexts, streams = [r.context, *_halved(r.context, LEAST_CONTEXT)], [r.concurrency, *_halved(r.concurrency, 1)]
         pairs = sorted((i + j, i, j) for i in range(len(contexts)) for j in range(len(streams)))
         for _, i, j in pairs:
