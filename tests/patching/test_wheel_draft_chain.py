@@ -50,3 +50,4 @@ def test_a_graphs_lengths_are_read_not_written(monkeypatch):
     shared = torch.tensor([5, 700])
     told = [Backend(4, number).ours(Raw(shared)).seq_lens.tolist() for number in range(3)]
     assert told == [[6, 701], [7, 702], [8, 703]] and shared.tolist() == [5, 700]
+    assert Backend(2, 0).ours(Raw(shared)).seq_lens.tolist() == [6, 701]
