@@ -65,11 +65,18 @@ CASES = [
     ([QUESTION, ("system", "S"), WORDS, QUESTION], [HEAD, QUESTION, told("S"), WORDS, QUESTION]),
     ([("system", "S"), QUESTION], [HEAD, told("S"), QUESTION]),
     ([QUESTION, WORDS, ("system", "S"), ("user", "V")], [HEAD, QUESTION, WORDS, told("S"), ("user", "V")]),
-    ([QUESTION, ("system", [block("text", text="a"), block("text", text="b")])], [HEAD, QUESTION, told("a\n\nb")]),
+    (
+        [QUESTION, ("system", [block("text", text="a"), block("image"), block("text", text="b")])],
+        [HEAD, QUESTION, told("a\n\nb")],
+    ),
     ([QUESTION, ("system", "")], [HEAD, QUESTION]),
     ([QUESTION, ("assistant", CALL), ("system", "S")], [HEAD, QUESTION, WORDS, told("S")]),
     ([QUESTION, ("assistant", CALL), ("user", RESULT), ("system", "S")], [HEAD, QUESTION, WORDS, ANSWER, told("S")]),
     ([QUESTION, ("assistant", CALL), ("system", "S"), ("user", RESULT)], [HEAD, QUESTION, WORDS, ANSWER, told("S")]),
+    (
+        [QUESTION, ("assistant", CALL), ("system", "S"), ("user", RESULT), WORDS, QUESTION],
+        [HEAD, QUESTION, WORDS, ANSWER, told("S"), WORDS, QUESTION],
+    ),
 ]
 
 

@@ -145,6 +145,8 @@ def test_a_mark_in_the_answer_opens_no_thoughts(read, version):
         assert len(found) == 8
         for case, told in found.items():
             assert told == [thoughts, MARKED[case.partition(",")[0]]], case
+    assert read(version)["opened, ours"] == read(version)["opened"], "thoughts that the answer itself begins with"
+    assert read(version)["opened"]["opened, marks"] == ["Hm.", "Done."]
 
 
 @read_by

@@ -39,6 +39,7 @@ THOUGHT, ANSWER = "First a thought.", "Then the answer."
 CHAT_MODULE, _, CHAT_CLASS = CHAT.partition(":")
 MARK = "｜DSML｜"
 IN_FRONT = "Let me look."
+OPENED = {"opened": "<think>Hm.</think>Done."}
 MARKED = {"text": "Use <think> and </think>, each once.", "call": f"{IN_FRONT} <{MARK}x>echo '<think>'</{MARK}x>"}
 CASES = {
     "indented": {"command": "    return x\n"},
@@ -105,10 +106,10 @@ def thoughts(is_told: bool) -> list:
     return [[whole[0] or "", whole[1]], streamed, made[0].detector.reasoning_default]
 
 
-def marked(is_told: bool) -> dict:
+def marked(is_told: bool, cases: dict = MARKED) -> dict:
     """[thoughts, text] of an answer in whose text, or in whose call, a mark stands, by the case and way."""
     module, found = importlib.import_module(f"{PARSER}.reasoning_parser"), {}
-    for case, answer in MARKED.items():
+    for case, answer in cases.items():
         text = f"{THOUGHT}</think>{answer}" if is_told else answer
         for way in (0, 1, 3, "marks"):
             parser = module.ReasoningParser("deepseek-v4", stream_reasoning=True, force_reasoning=is_told)
@@ -252,7 +253,7 @@ def main(version: str) -> dict:
         return {case: {str(way): read(of(), text, way, tools) for way in ways} for case, text in texts.items()}
 
     readers = importlib.import_module(f"{PARSER}.reasoning_parser").ReasoningParser
-    found = {"marks": {str(is_told): marked(is_told) for is_told in (False, True)}}
+    found = {"marks": {str(is_told): marked(is_told) for is_told in (False, True)}, "opened": marked(False, OPENED)}
     for name in ("parse_non_stream", "parse_stream_chunk"):
         setattr(readers, name, getattr(think_marks, f"replace_{name}")(getattr(readers, name)))
     found["marks elsewhere"] = {str(is_told): marked(is_told) for is_told in (False, True)}
@@ -268,6 +269,7 @@ def main(version: str) -> dict:
     models_served.announce({"model_type": "deepseek_v4"}, {})
     models_served.announce_served_card({})
     found["marks of ours"] = {str(is_told): marked(is_told) for is_told in (False, True)}
+    found["opened, ours"] = marked(False, OPENED)
     if is_partial:
         ways_to_end = ("length", "stop")
         found["long, stock"] = all_streamed(tools, lambda original: original)
